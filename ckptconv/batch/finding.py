@@ -96,6 +96,7 @@ def find_checkpoints(
                 if why_not is None:
                     found.append((item, below / item.name))
                 reason = why_not or ""
+            # a link may lead to a folder around it, and so without end
             elif _is_link(item):
                 reason = "is a link to a folder"
             elif is_cache and item.name == "blobs":
@@ -235,6 +236,7 @@ def jobs_below(
 
 
 def _is_at(name: str, real: str, place: Location) -> bool:
+    # by name first: to follow links costs several calls of the system for each folder
     return place.name == name and real_name(place) == real
 
 

@@ -130,6 +130,7 @@ def fingerprint(job: Job) -> str:
         "beside": [[str(place), stamps(place)] for place in _places_beside(job)],
     }
     raw = json.dumps(told, sort_keys=True, default=str).encode()
+    # 128 bits: no two jobs meet by chance, and a line of the ledger stays short
     return hashlib.sha256(raw).hexdigest()[:32]
 
 

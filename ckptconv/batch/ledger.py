@@ -108,6 +108,7 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         read_ledger(path)  # something else is refused before it is locked
         self._file = AppendedLines(path)
+        # again: another batch may have written to it until the lock was had
         self.known = read_ledger(path)
         self._pending = False
         self._synced = time.monotonic()

@@ -61,6 +61,7 @@ def changed_header(header: Mapping[str, Any], asked: HeaderEdit) -> ChangedHeade
     before: dict[str, str] = header.get(RESERVED) or {}
     tensors = [name for name in header if name != RESERVED]
     aliases = aliases_in(before, tensors)
+    # second names too: whoever reads the file meets them as names like the others
     names = _renamed([*tensors, *aliases], asked.rules)
     if ENCODINGS in before and any(old != new for old, new in names.items()):
         what = "its metadata says by their names how tensors are put together"
@@ -76,6 +77,7 @@ def changed_header(header: Mapping[str, Any], asked: HeaderEdit) -> ChangedHeade
     after = _with_strings(renamed, asked, wanted)
     new_tensors = {names[name]: header[name] for name in tensors}
     found = aliases_in(after, new_tensors)
+    # whatever names and strings are now, a reader has to find the same second names in them
     if found != wanted:
         odd = next(name for name in {**found, **wanted} if found.get(name) != wanted.get(name))
         reads = "as a second name of that tensor" if odd in found else "as a text, not as a tensor"

@@ -64,6 +64,7 @@ def choose_gpus(*, min_free: int | None = None, count: int | None = None) -> Gpu
     passed = {gpu.physical: why for gpu in seen if (why := _unfit(gpu, min_free))}
     # `seen` is in the order of the indices
     fit = [gpu for gpu in seen if gpu.physical not in passed]
+    # 1 stands behind all, for free memory counts down from 0
     fit.sort(key=lambda gpu: 1 if gpu.free is None else -gpu.free)
     if (count or min_free or passed) and len(fit) < (count or 1):
         raise _too_few(len(fit), len(seen), min_free, count, [*passed.values(), *notes])

@@ -104,6 +104,7 @@ def diff_checkpoints(
         refuse_no_edits(edits_b, "edits_b")
     if only_b is None:
         only_b = only
+    # an empty text is all of B: None is what says that nothing was given
     elif not only_b:
         only_b = None
     with (
@@ -149,6 +150,8 @@ def compare(
     on_progress: OnProgress | None = None,
 ) -> Compared:
     """Compare two open checkpoints, as `diff_checkpoints` does; `only` are the parts of both."""
+    # before anything is compared: a header that contradicts its directory is not a difference, but
+    # damage
     check_places((*first.sources, *second.sources))
     differences = Differences()
     with collector_paused():

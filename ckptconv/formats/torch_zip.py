@@ -152,6 +152,7 @@ class ArchiveStorages:
         if is_deflated:
             source, offset = record_source(source, record, self._spool)
             self.inflated.append(source)
+            # the source of the inflated bytes has held them against it
             crc32 = None
         fields = (source, offset, nbytes, location, name, dtype, crc32, self._big_endian, None)
         return made(Storage, fields)

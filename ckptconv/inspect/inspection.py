@@ -162,6 +162,7 @@ class TensorList(Sequence[TensorFacts]):
             return NotImplemented
         return self._all() == tuple(other)
 
+    # it equals tuples, and could have their hash only by making its records
     __hash__ = None  # type: ignore[assignment]
 
     # what makes them holds the open checkpoint, and cannot be pickled

@@ -136,6 +136,7 @@ def layout_rules(name: str, heads: Heads | None, *, back: bool) -> tuple[Rule, .
     making = _rules_back if back else _rules_there
     rules = [rule for row in layout.rows for rule in making(row, heads or Heads(1, 1))]
     if back and layout.is_whole:
+        # Llamas of older transformers have saved it; all programs compute it themselves
         rules.append(TensorRule.of(_ROPE_FREQS, (), ["drop"], optional=True))
     if not layout.is_whole:
         return tuple(rules)

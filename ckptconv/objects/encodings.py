@@ -89,6 +89,7 @@ def recipes_text(recipes: Mapping[str, Recipe]) -> dict[str, str]:
         return {}
     import json
 
+    # a header is UTF-8: names of other scripts stay as short as they are
     return {ENCODINGS: json.dumps(recipes, separators=(",", ":"), ensure_ascii=False)}
 
 
@@ -107,6 +108,7 @@ def holds_tensors(value: Node) -> bool:
     """Whether a tensor, a storage or an array of numbers is somewhere in a value. A tensor itself
     holds what its state does.
     """
+    # a value may stand in several places, and in itself
     seen: set[int] = set()
     work = [value.state if type(value) is TensorObject else value]
     while work:
@@ -202,6 +204,7 @@ def packed_codes(
             sizes = plain_sizes(shape)
         case _:
             return None
+    # elements share bytes, so only all of them in C order are whole bytes
     if dtype.name not in bits or sizes is None or stride != contiguous_stride(sizes):
         return None
     codes = view_of(storage, UINT8, 0, (-(-prod(sizes) * bits[dtype.name] // 8),), (1,))
@@ -313,6 +316,7 @@ def _sparse_again(recipe: Recipe, parts: list[Any]) -> Node:
 
 def _checked_ints(given: Any) -> tuple[int, ...]:
     size = plain_sizes(given)
+    # torch.Size holds int64, and raises an OverflowError for more
     if size is None or any(not 0 <= number < 1 << 63 for number in size):
         raise ValueError
     return size

@@ -61,6 +61,7 @@ def fields(state: Node) -> dict[str, Node]:
     """The attributes in the state of an object, or of the call that makes one, if there are any."""
     if type(state) is Call:
         state = state.state
+    # (attributes, slots): the state of an object whose class has __slots__
     if type(state) is tuple and state:
         state = state[0]
     if type(state) is not Dict:
@@ -75,8 +76,10 @@ def _eight_bits(weight: Mapping[str, Node], state: Mapping[str, Node]) -> Saved 
     is_plain = state.get("has_fp16_weights")
     if type(is_plain) is not bool or type(scales) not in (TensorRef, type(None)):
         return None
+    # not quantised yet: that is done when the layer is first moved to a GPU
     if is_plain or scales is None:
         return Saved([])
+    # 0: by rows, in LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING of bitsandbytes
     return Saved([("SCB", scales), ("weight_format", _bytes_tensor(b"\0", ()))])
 
 
@@ -101,6 +104,7 @@ def _four_bits(node: Node) -> Saved | None:
         plain |= {"nested_blocksize": inner.get("blocksize"), "nested_dtype": _dtype(inner)}
         plain["nested_offset"] = _number(offset)
         used = tuple(ref for ref in (offset, code) if type(ref) is TensorRef)
+    # in the order of the kernels of a CPU, of which the file tells nothing
     is_packed_for_cpu = found.get("packing_format_for_cpu", False) is not False
     if kind not in ("fp4", "nf4") or is_packed_for_cpu:
         return None

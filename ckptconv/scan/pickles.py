@@ -82,6 +82,7 @@ def inflated_head(source: Source, offset: int, stored: int, limit: int) -> bytes
         step = min(CHUNK, max(limit, 512))
         for start in range(0, stored, step):
             piece = source.read(offset + start, min(step, stored - start))
+            # with a limit for each call: a piece of 1 MiB may inflate to 1 GiB
             made += inflater.decompress(piece, limit - len(made))
             if inflater.eof or len(made) >= limit:
                 break
@@ -199,6 +200,7 @@ class PickleScanner:
                 inner = stream.part(held.offset, held.nbytes, inside, array=array)
             else:
                 inner = stream.made(_bytes_of(stream.source, held), inside, array=array)
+            # the shortest pickle has two bytes: a value and its end
             if inner.source.size > 1:
                 self.scan(inner)
 

@@ -125,6 +125,7 @@ def _interleaved(parts: Sequence[Part]) -> list[Run]:
         for number, (storage, first, nbytes) in enumerate(parts)
         for at in range(0, nbytes, _STEP)
     ]
+    # by how much of its part is done, so that all parts end together; storages have no order
     steps.sort(key=lambda step: step[:2])
     return [run for _, _, step in steps for run in _runs_in(*step)]
 

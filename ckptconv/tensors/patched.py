@@ -199,6 +199,7 @@ class PatchedSource(DerivedSource):
         count = int.from_bytes(places.take(4), "little")
         if count > self.size:
             raise self._damaged(f"overwrites {count} bytes of a tensor of {self.size}")
+        # the same frame once more: places and values are wanted side by side, each in its order
         values = self._frame()
         values.pass_over(4 + 4 * count)
         held, left, last, at = np.empty(0, np.int64), count, -1, 0

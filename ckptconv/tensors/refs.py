@@ -157,6 +157,7 @@ class TensorRef(_Fields):
     def byte_span(self) -> tuple[int, int]:
         """Of a view: the first byte of the storage that it uses, and the byte behind the last."""
         first = self.storage_offset * self.dtype.itemsize
+        # of no values none is the last one, wherever strides may lead
         if 0 in self.shape:
             return first, first
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))

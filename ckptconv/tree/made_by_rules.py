@@ -100,6 +100,7 @@ class _Application:
         self.item, self.rules, self.like, self.scales = item, rules, like, scales
         pairs = zip(item.keys, item.values, strict=True)
         self.entries = [_Entry(key, key, value, at) for at, (key, value) in enumerate(pairs)]
+        # 1 and '1' are two keys of a dict, and one name
         if len({*item.keys}) < len(item.keys):
             twice = next(key for key, count in Counter(item.keys).items() if count > 1)
             raise KeyConflict(f"two keys read as '{printable(twice)}'")
@@ -128,6 +129,8 @@ class _Application:
                 continue
             assert isinstance(part, TensorRule)
             names = [entry.name for entry in self.entries]
+            # each rule of a preset may be idle, but not all of them: `_really_idle` looks at them
+            # together
             idle += replace(part, optional=part.optional and part is rule).idle(names)
             self._by_rule(part)
         self.steps.append(self._mapped([part for _, part in parts[last + 1 :]]))
@@ -259,6 +262,7 @@ class _Application:
                 what = f"is there already, and {rule.words} would make it"
                 raise KeyConflict(what, where=entry.name)
             new.add(entry.name)
+        # each in the place of its first source: who numbers parameters goes by this order
         self.entries = sorted([*left, *made], key=lambda entry: entry.rank)
 
     def _refuse_taken_twice(self, rule: TensorRule, there: Container[str]) -> None:

@@ -210,6 +210,7 @@ class _Naming:
             behind: dict[Positions, list[Positions]] = {}
             for at in there:
                 for then in self._next(at, parameter.shape):
+                    # the order has so many more than the optimizer, and no more may be passed over
                     if count - sum(then) <= missing:
                         behind.setdefault(then, []).append(at)
             if not behind:
@@ -230,6 +231,7 @@ class _Naming:
         for number, done in enumerate(at):
             if done < self._end[number]:
                 wanted = self._groups[number][done][1]
+                # a parameter that never had a gradient has no state that would tell its shape
                 if wanted is None or shape is None or wanted == shape:
                     found.append((*at[:number], done + 1, *at[number + 1 :]))
         return found

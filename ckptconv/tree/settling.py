@@ -131,6 +131,7 @@ def refuse_keys(node: Node, place: Place) -> None:
     if any(type(key) is not int for key in odd):
         what = "a dict or set has keys that are not plain values"
         raise RefusedObject(what, where=where_text(place), hint=_HANG)
+    # they may be made to have one hash, and then each key meets all before it
     most = in_force().large_int_keys
     if len(odd) > most:
         what = f"a dict or set has {len(odd)} keys that are ints beyond 61 bits"
@@ -157,6 +158,7 @@ def _is_small_tuple(key: tuple[Node, ...]) -> bool:
     """Whether a tuple holds plain values, and such tuples; `LimitExceeded` for many."""
     most = in_force().key_tuple
     work: list[Node] = [key]
+    # the list grows while it is gone through, so that no depth of a tuple is too deep
     for count, part in enumerate(work):
         if count > most:
             what = f"a dict or set has a key that is a tuple of more than {most} parts"

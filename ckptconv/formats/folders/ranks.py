@@ -195,6 +195,7 @@ def _joined(shards: Sequence[Shard]) -> TensorRef:
                 what = "split it over different meshes"
                 raise MalformedCheckpoint(f"the ranks {odd} and {rank} {what}")
         for start, ref in shard.parts():
+            # of replicas that of the lowest rank, which comes first
             parts.setdefault((start, ref.shape), ref)
     whole = assembled(first.dtype, first.shape, [(start, ref) for (start, _), ref in parts.items()])
     return whole._replace(requires_grad=first.requires_grad)

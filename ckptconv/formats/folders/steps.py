@@ -105,6 +105,7 @@ def chosen(folder: Location, tag: str | None, is_checkpoint: Test, is_empty: Tes
     for pointer, name_of in POINTERS.items():
         file = folder.child(pointer)
         if file.is_file():
+            # its start alone: any file may be called `latest`, a checkpoint too
             text = read_start(file, "small_record_bytes").decode("utf-8", "replace").strip()
             return _named(folder, name_of(text), pointer, inside, is_checkpoint)
     return _only(folder, inside)
@@ -136,6 +137,7 @@ def _distinct(folder: Location) -> list[Location]:
     items = {item.name: item for item in folder.list() if not item.name.startswith(".")}
     aliases = {name: target for name, item in items.items() if (target := item.alias_of())}
     for name, target in aliases.items():
+        # what a link to a link or to elsewhere leads to is not listed here: it stays
         if target in items and target not in aliases:
             del items[name]
     return [items[name] for name in sorted(items, key=natural_key)]

@@ -265,6 +265,7 @@ class FlatGroup:
             stop = first + length
             while index < len(spans) and spans[index][2] <= first:
                 index += 1
+            # from `index` again: a parameter may reach into several partitions
             held, at = {}, index
             while length and at < len(spans) and spans[at][1] < stop:
                 name, start, end = spans[at]

@@ -134,6 +134,7 @@ def proxy_for(url: str) -> str | None:
     if proxy_bypass(f"{bracketed(host)}:{port}") or _is_excepted(host, proxies.get("no", "")):
         return None
     proxy = proxies[name]
+    # as curl reads it: HTTP_PROXY=host:3128
     if "://" not in proxy:
         proxy = f"http://{proxy}"
     hint = "name an http:// proxy, or set NO_PROXY"

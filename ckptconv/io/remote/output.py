@@ -85,6 +85,7 @@ def _is_there(place: RemotePlace) -> bool:
     """Whether there is an object, asked now; who may not know hears it when it is written."""
     store = place.site.store
     with unless_missing(), suppress(Forbidden):
+        # one byte: to read is all that every store can be asked, for not each of them lists
         asked(lambda: store.get(place.key, 0, 1, None))
         return True
     return False
@@ -135,6 +136,7 @@ class RemoteDraft(Draft):
     @property
     def place(self) -> Location:
         """Where it is read back; a draft that is not to be is nowhere before it is committed."""
+        # anew, for what was listed or fetched before does not have the object
         return RemotePlace(self.target.site.anew(), self._hidden or self.target.key)
 
     def __enter__(self) -> RemoteDraft:
@@ -146,6 +148,7 @@ class RemoteDraft(Draft):
         if not self.is_whole:
             with held_back():
                 if self._upload is not None:
+                    # else the thread that writes would go on until its request ends
                     self._upload.cancel()
                 self.stream.abandon()
                 self.discard()
