@@ -51,13 +51,13 @@ def _head(totals: Totals) -> Iterator[str]:
         for name in ("source_nbytes", "nbytes", "tensors")
     )
     formats = Counter(receipt.format for receipt in totals.receipts if receipt.format)
-    kinds = ", ".join(f"{count:,} {name}" for name, count in formats.most_common(6))
-    facts = [
+    kinds = [f"{count:,} {name}" for name, count in formats.most_common(6)] or ["none"]
+    facts: list[tuple[str, ...]] = [
         ("Read", size_text(read)),
         ("Written", size_text(written)),
         ("Tensors", f"{tensors:,}"),
         ("Time", seconds_text(totals.passed())),
-        ("Formats", kinds or "none"),
+        ("Formats", kinds[0], ", ".join(kinds[1:])),
     ]
     yield from tiles(facts)
     yield "</header>\n"

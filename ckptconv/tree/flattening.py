@@ -9,6 +9,7 @@ from typing import TypeGuard
 
 from ckptconv.objects.composites import Check, is_composite, parts_check
 from ckptconv.objects.encodings import PARAMETERS, Recipe, flat, holds_tensors, written_form
+from ckptconv.objects.known_names import VALUELESS
 from ckptconv.objects.plain import spoken_name
 from ckptconv.objects.torch_read import is_tensor_call
 from ckptconv.pickles.nodes import Call, Dict, Global, Node
@@ -151,7 +152,10 @@ def _refused_value(key: str, value: Node, output: str) -> RefusedObject:
     hint = _OR_OUT
     if is_tensor_call(value):
         what = f"is a tensor that {output} cannot hold ({_tensor_class(value)})"
-        if _tensor_class(value).startswith("torchao."):
+        if value.name in VALUELESS:
+            what = f"is a tensor without values ({value.name}): there is nothing to convert"
+            hint = "save it on a host that has its values, or leave it out (--exclude)"
+        elif _tensor_class(value).startswith("torchao."):
             hint = "make values of it (--dequantize), or leave it out (--exclude)"
     elif type(value) is TensorObject:
         what = f"is a tensor with attributes that hold tensors, which {output} cannot hold"

@@ -457,6 +457,10 @@ def test_a_tensor_without_values_is_refused_or_dropped(tmp_path):
     assert_same(
         oracle.load(convert(tree, tmp_path, unknown="drop")), {"a": torch.ones(2), "nowhere": None}
     )
+    torch.save(tree, tmp_path / "tree.pt")
+    with pytest.raises(RefusedObject, match="nowhere: is a tensor without values") as refused:
+        convert_checkpoint(tmp_path / "tree.pt", tmp_path / "out.safetensors")
+    assert "--to torch" not in str(refused.value)  # which refuses it too
 
 
 @pytest.mark.parametrize(
