@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from ckptconv.keys.rules import LEAD, all_start, find_wrappers
 from ckptconv.objects.threats import DO_NOT_LOAD
-from ckptconv.pickles.nodes import Call, Dict
+from ckptconv.pickles.nodes import ABSENT, Call, Node, attributes, mapping_pairs
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import AmbiguousStateDict, CheckpointError, RefusedObject
 from ckptconv.support.records import dataclass
 from ckptconv.support.text import STANDARD_INPUT, as_argument, count_text
 from ckptconv.tensors.refs import TensorRef
+from ckptconv.tree.candidates import metadata_of
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.walk import tensors_of
 
@@ -125,14 +126,41 @@ def surely_works(checkpoint: Checkpoint) -> bool:
     one, root = checkpoint, checkpoint.root
     if not one.container.has_version or one.files or one.part or one.modules or one.metadata:
         return False
-    pairs = root.pairs if type(root) is Dict else ()
+    pairs = mapping_pairs(root) or ()
     keys = [key for key, _ in pairs if type(key) is str and "." in key]
-    if not keys or len(set(keys)) < len(pairs):
+    if not keys or len(set(keys)) < len(pairs) or not _tells_only_versions(root):
+        return False
+    if not "".join(keys).isprintable():  # half a character is refused
         return False
     lead = LEAD * len(find_wrappers(keys))  # an inner wrapper counts, so no key starts so
     return all_start(keys, lead) and all(
         type(value) is TensorRef and value.dtype.name in _USUAL for _, value in pairs
     )
+
+
+def _tells_only_versions(root: Node) -> bool:
+    """Whether a dict has no attributes, or only `_metadata`, and that the versions of modules."""
+    if _bare_pairs(root) is not None:
+        return True
+    modules = _bare_pairs(metadata_of(root))
+    if modules is None or len(attributes(root)) != 1:
+        return False
+    items = [(name, _bare_pairs(item)) for name, item in modules]
+    return all(
+        type(name) is str and pairs is not None and all(map(_is_version, pairs))
+        for name, pairs in items
+    )
+
+
+def _bare_pairs(node: Node) -> Sequence[tuple[Node, Node]] | None:
+    """The pairs of a dict without attributes; None for anything else."""
+    if type(node) is Call and node.state is not ABSENT:
+        return None
+    return mapping_pairs(node)
+
+
+def _is_version(pair: tuple[Node, Node]) -> bool:
+    return type(pair[0]) is str and type(pair[1]) is int and pair[1] in range(1 << 31)
 
 
 # ---------------------------------------------------------------------- whether a fix would work

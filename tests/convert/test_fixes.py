@@ -7,6 +7,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -178,6 +179,16 @@ VALUE = st.sampled_from(
 )
 
 
+VERSIONS = st.sampled_from([{"version": 1}, {}, 1, {"version": Odd()}, {"version": Odd}])
+
+
+def with_metadata(pairs: dict, modules: object, **others: object) -> OrderedDict:
+    """A state dict as modules give it: an OrderedDict with an attribute, or more."""
+    made = OrderedDict(pairs)
+    vars(made).update(_metadata=modules, **others)
+    return made
+
+
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -185,12 +196,15 @@ VALUE = st.sampled_from(
     lead=st.sampled_from(["", "module.", "module.module."]),
     pairs=st.dictionaries(KEY, VALUE, min_size=1, max_size=4),
     plain=st.booleans(),
+    modules=st.none() | st.dictionaries(st.sampled_from(["", "module", "module.a", 0]), VERSIONS),
 )
-def test_what_surely_works_does(tmp_path, lead, pairs, plain):
+def test_what_surely_works_does(tmp_path, lead, pairs, plain, modules):
     tree = {
         f"{lead}{key}" if lead else key: torch.ones(2) if plain else value
         for key, value in pairs.items()
     }
+    if modules is not None:
+        tree = with_metadata(tree, modules)
     with open_checkpoint(saved(tmp_path, tree)) as checkpoint:
         if surely_works(checkpoint):
             assert workable(Fix(), checkpoint) == Prescription(Fix())
@@ -207,6 +221,15 @@ def test_what_surely_works_does(tmp_path, lead, pairs, plain):
         ({**W, "step": 3}, False),
         ({"fc.weight": torch.ones(2, dtype=torch.int8)}, False),
         ({}, False),
+        ({"module.\ud800": torch.ones(2)}, False),
+        (OrderedDict(W), True),
+        (torch.nn.DataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2))).state_dict(), True),
+        (with_metadata(W, OrderedDict({"": {"version": 1}})), True),
+        (with_metadata(W, with_metadata({}, {})), False),
+        (with_metadata(W, {}, step=3), False),
+        (with_metadata(W, {"": 1}), False),
+        (with_metadata(W, {"": {"version": Odd()}}), False),
+        (with_metadata(W, {0: {"version": 1}}), False),
     ],
 )
 def test_what_surely_works(tmp_path, tree, is_sure):
