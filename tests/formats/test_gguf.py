@@ -222,6 +222,17 @@ def test_files_that_are_not_one_set_are_refused(first, second, said, tmp_path):
     assert said in str(caught.value)
 
 
+def test_the_first_file_of_a_set_may_have_the_metadata_alone(tmp_path):
+    """As `llama-gguf-split --no-tensor-first-split` and gguf-py's `small_first_shard` write it."""
+    told = [made.entry("general.name", made.TEXT, made.text("small")), *made.split(0, 3, 2)]
+    written(tmp_path, made.gguf(metadata=told, data=b""), "m-00001-of-00003.gguf")
+    for at in (1, 2):
+        written(tmp_path, of_set(at, 3), f"m-0000{at + 1}-of-00003.gguf")
+    with open_checkpoint(tmp_path) as opened:
+        assert [*opened] == ["w1", "w2"]
+        assert opened.metadata["general.name"] == "small"
+
+
 # -------------------------------------------------------------------------------- what lies
 
 

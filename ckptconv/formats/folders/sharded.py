@@ -419,6 +419,8 @@ def join_parts(parts: Sequence[Checkpoint]) -> Checkpoint:
         return _joined_slices(parts)
     found: dict[str, tuple[str, Node]] = {}
     for part in parts:
+        if part.part and not mapping_pairs(part.root):
+            continue  # GGUF has a first file for the metadata alone (--no-tensor-first-split)
         for key, value in state_dict_pairs(part):
             if key in found:
                 names = f"{printable(found[key][0])} and {printable(part.path.name)}"
