@@ -218,9 +218,11 @@ class ComputedSource(DerivedSource):
     def unrounded(self) -> ComputedSource:
         """The same of inputs that are not rounded to their types where they are computed."""
         inputs = tuple(map(unrounded, self.inputs))
-        if inputs == self.inputs:
+        parameters = self._operation.for_another_type(self.value.parameters)
+        if (inputs, parameters) == (self.inputs, self.value.parameters):
             return self
-        return ComputedSource(replace(self.value, inputs=inputs), self.checked)
+        value = replace(self.value, inputs=inputs, parameters=parameters)
+        return ComputedSource(value, self.checked)
 
     @property
     def is_a_copy(self) -> bool:

@@ -56,6 +56,13 @@ class LowRank(NamedTuple):
     epsilon: float = 0.0
 
 
+def without_rounding(how: LowRank) -> LowRank:
+    """The same where the output is of another type than the weight: no delta is rounded to that."""
+    if how.delta_as == "float64":
+        return how
+    return how._replace(delta_as="")
+
+
 class Product(NamedTuple):
     """Parameters of ``matmul``: as of a `Term` and of `LowRank`."""
 

@@ -123,7 +123,10 @@ def _computed_at(source: ComputedSource, number: int, target: DType) -> Number:
         _numbers_in(ref, one, is_unrounded=is_other)
         for ref, one in zip(value.inputs, needed, strict=True)
     ]
-    made = operation.plain(value.parameters, box, numbers)
+    parameters = value.parameters
+    if is_other:
+        parameters = operation.for_another_type(parameters)
+    made = operation.plain(parameters, box, numbers)
     return rounded(made, target if source.is_once_rounded else value.dtype)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from ckptconv.support.errors import KeyMismatch, MalformedCheckpoint, RefusedObject
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.checksums import Checksums
-from ckptconv.tensors.computed import Computed, computed, elementwise, unrounded
+from ckptconv.tensors.computed import Computed, computed, computed_value, elementwise, unrounded
 from ckptconv.tensors.dtypes import FLOAT32, DType
 from ckptconv.tensors.low_rank import Kron, LowRank, Product, Term
 from ckptconv.tensors.refs import Piece, Shape, TensorRef, box_of, contiguous_stride, permuted
@@ -428,10 +428,13 @@ def _summed(weight: TensorRef, changes: Sequence[WeightChange], checked: Checksu
     first = changes[0]
     terms = tuple(change.term for change in changes)
     inputs = [ref for change in changes for ref in change.inputs]
-    dtype = weight.dtype
-    rounded_as = dtype.name if first.is_rounded or dtype.name == "float64" else ""
-    name = weight.storage.name
-    weight = unrounded(weight)  # of a quantised base: what is rounded is the sum
+    dtype, name = weight.dtype, weight.storage.name
+    exact = weight
+    if not _is_cast(weight):  # peft loads what the adapter holds in the type of the model
+        exact = unrounded(weight)  # of a quantised base: what is rounded is the sum alone
+    is_rounded = first.is_rounded and exact is weight
+    rounded_as = dtype.name if is_rounded or dtype.name == "float64" else ""
+    weight = exact
     if first.magnitude is None:
         how = LowRank(terms, first.outer, rounded_as)
         value = Computed("low-rank", (weight, *inputs), how, dtype, weight.shape)
@@ -449,6 +452,12 @@ def _summed(weight: TensorRef, changes: Sequence[WeightChange], checked: Checksu
     # gathered: who casts what lies in another order would round it twice, and --verify would not
     turned = in_order(permuted(made, back))
     return turned._replace(requires_grad=weight.requires_grad)
+
+
+def _is_cast(ref: TensorRef) -> bool:
+    """Whether a tensor is one of another type, as `kept_type` makes them."""
+    value = computed_value(ref)
+    return value is not None and value.operation == "cast" and value.dtype != value.inputs[0].dtype
 
 
 def kept_type(ref: TensorRef, dtype: DType) -> TensorRef:

@@ -430,6 +430,22 @@ def test_a_weight_that_is_named_as_a_parameter_has_the_scale_and_the_rounding_of
     assert torch.equal(found["layers.0.router.weight"], weight + product(given).bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_with_another_type_nothing_is_rounded_to_that_of_the_base(tmp_path, dtype):
+    """As peft has it for a base that is loaded in that type."""
+    weight, head = torch.randn(9, 8).bfloat16(), torch.randn(5, 8)
+    tensors = {"embed.weight": weight, "head.weight": torch.zeros(5, 8).bfloat16()}
+    save_file(tensors, tmp_path / "base.safetensors")
+    given = factors(f"{PEFT}embed", ("lora_embedding_A", "lora_embedding_B"), (8, 9))
+    delta = product({key: value.double() for key, value in given.items()}, 2.0).T
+    adapter = of_peft(tmp_path, given | {f"{PEFT}head.weight": head}, modules_to_save=["head"])
+    found = merged(tmp_path, adapter, dtype=dtype)
+    expected = (weight.double() + delta).to(dtype)
+    atol = 2e-6 if dtype is torch.float32 else 0
+    assert torch.allclose(found["embed.weight"], expected, rtol=0, atol=atol)
+    assert torch.equal(found["head.weight"], head.to(dtype))
+
+
 def test_it_is_an_edit_for_every_reader(base):
     folder, _ = base
     adapter = of_peft(folder, factors(PEFT + Q))
