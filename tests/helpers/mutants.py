@@ -71,8 +71,12 @@ def changed(node: ast.AST) -> Iterator[ast.AST]:
         isinstance(new, ast.Expr) and isinstance(new.value, ast.Call)
     ):
         yield ast.Pass()
-    elif isinstance(new, ast.Return) and new.value is not None:
+    elif isinstance(new, ast.Return) and not says_none(new):
         yield ast.Return(ast.Constant(None))
+
+
+def says_none(node: ast.Return) -> bool:
+    return node.value is None or ast.unparse(node.value) == "None"
 
 
 class Replaced(ast.NodeTransformer):
@@ -86,9 +90,11 @@ class Replaced(ast.NodeTransformer):
         if isinstance(node, ast.AnnAssign):  # a type is not run
             node.value = self.visit(node.value) if node.value else None
             return node
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             node.body = [self.visit(item) for item in node.body]
             return node
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            return node  # of a zip whose items have one length: no input tells
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             return node  # a docstring
         for new in changed(node):
@@ -129,22 +135,28 @@ def sample(root: Path, folders: list[str], count: int, seed: int) -> list[Mutant
 
 
 def tests_of(data: Path, root: Path) -> dict[tuple[str, int], set[str]]:
-    """The tests that run each line, out of the data of coverage."""
+    """The tests that run each line, out of the data of coverage. What is run once, when a module
+    is imported, may tell all tests that run a line of that module.
+    """
     found: dict[tuple[str, int], set[str]] = {}
+    imported = set()
     with sqlite3.connect(data) as base:
         paths = dict(base.execute("select id, path from file"))
         contexts = dict(base.execute("select id, context from context"))
         for file, context, bits in base.execute(
             "select file_id, context_id, numbits from line_bits"
         ):
-            if not contexts[context]:
-                continue
-            path = os.path.relpath(paths[file], root)
+            path, test = os.path.relpath(paths[file], root), contexts[context]
             for at, byte in enumerate(bits):
                 for bit in range(8):
-                    if byte >> bit & 1:
-                        found.setdefault((path, at * 8 + bit), set()).add(contexts[context])
-    return found
+                    if byte >> bit & 1 and test:
+                        found.setdefault((path, at * 8 + bit), set()).add(test)
+                    elif byte >> bit & 1:
+                        imported.add((path, at * 8 + bit))
+    of_files: dict[str, set[str]] = {}
+    for (path, _), tests in found.items():
+        of_files.setdefault(path, set()).update(tests)
+    return {(path, line): of_files.get(path, set()) for path, line in imported - {*found}} | found
 
 
 _MEASURED = """
