@@ -81,11 +81,9 @@ def lying(ref: TensorRef) -> Lying | None:
 def apart(runs: Iterable[Range]) -> list[Range]:
     """Runs in order, without overlaps: of two, the one that begins first, or the longer one."""
     found: list[Range] = []
-    end = 0
-    for offset, nbytes in sorted({*runs}, key=lambda run: (run[0], -run[1])):
-        if offset >= end:
-            found.append((offset, nbytes))
-            end = offset + nbytes
+    for run in sorted({*runs}, key=lambda run: (run[0], -run[1])):
+        if not found or run[0] >= sum(found[-1]):
+            found.append(run)
     return found
 
 

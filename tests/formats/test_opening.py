@@ -31,6 +31,7 @@ from ckptconv import (
     plan_conversion,
 )
 from ckptconv.formats import registry
+from ckptconv.formats.containers import closed_on_error
 from ckptconv.io.files import FileSource
 from ckptconv.support import platforms
 from ckptconv.tensors.stream import iter_chunks
@@ -41,6 +42,22 @@ KINDS = ("zip", "legacy", "safetensors")
 FOLDER = "dcp"
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def test_what_is_open_is_closed_where_that_fails_and_only_then():
+    class Opened:
+        closed = 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+    opened = Opened()
+    with closed_on_error(opened):
+        pass
+    assert opened.closed == 0
+    with pytest.raises(KeyboardInterrupt), closed_on_error(opened):
+        raise KeyboardInterrupt
+    assert opened.closed == 1
 
 
 def saved(kind: str, folder: Path, count: int = TENSORS) -> Path:

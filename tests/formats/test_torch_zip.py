@@ -492,6 +492,15 @@ def test_deeply_nested_containers_are_written(tmp_path):
     assert_same(oracle.load(convert(deep, tmp_path)), deep)
 
 
+@pytest.mark.parametrize("count", [65_534, 65_535, 65_536])
+def test_the_end_of_an_archive_says_how_many_records_it_has(count):
+    """In 16 bits, where these hold it; the zip64 record in front of it always does."""
+    layout = lay_out_records([NewRecord("", b"a", b"", 0, b"", UINT8)] * count)
+    ending = layout.ending([0] * count)
+    assert struct.unpack_from("<2H", ending, len(ending) - 14) == (min(count, 0xFFFF),) * 2
+    assert struct.unpack_from("<2Q", ending, ending.rindex(b"PK\6\6") + 24) == (count, count)
+
+
 @pytest.mark.trust
 def test_an_archive_of_many_records_is_one_for_everybody(tmp_path):
     """More than 65,535 records need the zip64 end record."""

@@ -10,8 +10,9 @@ import pytest
 
 from ckptconv.io.files import FilePool
 from ckptconv.io.location import is_plain_name, is_plain_path, require, within
+from ckptconv.io.open_files import OpenFile
 from ckptconv.io.places import LocalPlace, place_of
-from ckptconv.support.errors import CheckpointError, MalformedCheckpoint
+from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, OptionRefused
 from helpers.conformance import LocationConformance
 from helpers.memory_places import STORES, MemoryPlace
 
@@ -29,6 +30,14 @@ def test_what_the_user_names_becomes_a_place(tmp_path):
     assert place_of("a/b.pt") == place_of(Path("a/b.pt")) == LocalPlace(Path("a/b.pt"))
     assert place_of(place_of(tmp_path)) == LocalPlace(tmp_path)
     assert place_of("").kind() == "folder"  # as pathlib has it
+
+
+def test_an_open_file_is_a_place_and_what_is_neither_that_nor_a_path_is_refused(tmp_path):
+    with (tmp_path / "a").open("wb+") as file:
+        assert isinstance(place_of(file), OpenFile)
+    for value in (5, None, b"a"):
+        with pytest.raises(OptionRefused, match=f"^{value!r} is not a path; name a file or a fol"):
+            place_of(value)
 
 
 def test_a_name_that_no_file_has_is_nothing():

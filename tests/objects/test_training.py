@@ -136,6 +136,10 @@ def called(func: Any, *args: Any) -> Any:
         (called(fractions.Fraction, 1, 0), "Fraction"),
         (called(np.dtype("M8[s]").type, 5, "s"), "datetime64"),
         (np.array(["2024"], "M8[D]"), "numpy array of M8"),
+        (called(datetime.timezone, called(datetime.date, 2024, 1, 2)), "timezone"),
+        (called(datetime.timezone, called(datetime.timedelta, 0, "60", 0)), "timezone"),
+        (called(datetime.timezone, called(datetime.timedelta, 1.0)), "timezone"),
+        (called(datetime.timezone, 3600), "timezone"),
     ],
 )
 def test_what_is_long_or_none_of_them_is_refused_quickly(value, name, tmp_path):

@@ -21,6 +21,7 @@ from ckptconv import (
 )
 from helpers.paths import NUMBERS
 from helpers.program import SAMPLES, run
+from helpers.reads import counted_reads
 
 ODD = {
     "f32": torch.arange(12.0).reshape(3, 4),
@@ -197,6 +198,23 @@ def test_a_file_of_the_checkpoint_is_never_replaced_by_its_manifest(of, over, tm
     told = "is a file of the checkpoint, so it cannot also be the manifest; name another file"
     assert done.exit == 1 and done.err.endswith(f": {told}\n")
     assert (tmp_path / over).read_bytes() == before
+
+
+def test_each_file_is_read_once(tmp_path):
+    tensors = {key: torch.randn(1 << 18) for key in "abc"}
+    torch.save({**tensors, "again": tensors["a"]}, tmp_path / "model.pt")
+    with counted_reads() as reads:
+        manifest_checkpoint(tmp_path / "model.pt")
+    assert reads.nbytes < 1.1 * (tmp_path / "model.pt").stat().st_size
+
+
+def test_tensors_that_lie_over_each_other_have_their_own_digests(tmp_path):
+    values = torch.randn(10)
+    tree = {"all": values[:6], "over": values[4:], "same": values[:6], "inside": values[1:3]}
+    torch.save(tree, tmp_path / "model.pt")
+    found = {each.name: each.sha256 for each in manifest_checkpoint(tmp_path / "model.pt").tensors}
+    told = {key: hashlib.sha256(ref.numpy().tobytes()).hexdigest() for key, ref in tree.items()}
+    assert found == told
 
 
 def test_a_link_back_to_a_folder_is_not_followed_into_it_again(tmp_path):

@@ -20,12 +20,19 @@ import tarfile
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptconv import CheckpointError, limits, scan_checkpoint
+from ckptconv import (
+    CheckpointError,
+    MalformedCheckpoint,
+    limits,
+    open_checkpoint,
+    scan_checkpoint,
+)
 from ckptconv.objects.threats import judge
 from helpers import oracle
 from helpers.examples import crossed, some
@@ -850,6 +857,44 @@ dangerous here.
 """
 
 
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_streams_in_streams_are_looked_into_as_deep_as_the_limit_says(compression, tmp_path):
+    content = BAD
+    for depth in range(1, 5):
+        content = zipped({"in": content}, compression)
+        with limits(scanned_depth=3):
+            scan = scan_checkpoint(written(tmp_path, content))
+        [found] = scan.files[0].findings
+        if depth <= 3:
+            assert (found.where, found.name) == ("in" + "/in" * (depth - 1), "os.system")
+        else:
+            assert scan.level == "unknown" and found.name == ""
+            assert found.reason.startswith("streams are nested more than 3 deep; deeper ones were")
+            assert "scanned_depth=6 looks further" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "pickles"),
+    [
+        (pickle.dumps([1]), "pickle", 1),
+        (pickle.dumps([1]) * 3, "3 pickles", 3),
+        (b"\x7fELF" + zipped({"a": pickle.dumps([1])}), "zip behind other bytes", 1),
+        (b"some text", "text", 0),
+    ],
+)
+def test_what_a_file_is_and_how_many_pickles_are_in_it(content, kind, pickles, tmp_path):
+    [file] = scan_checkpoint(written(tmp_path, content)).files
+    assert (file.kind, file.pickles, file.level) == (kind, pickles, "plain")
+
+
+@pytest.mark.parametrize("size", [5, (1 << 20) + 5, 2 << 20])
+def test_a_scan_counts_each_byte_once(size, tmp_path):
+    told: list[Any] = []
+    scan_checkpoint(written(tmp_path, bytes(size)), on_progress=told.append)
+    assert {one.total for one in told} == {size} and told[-1].done == size
+    assert [one.done for one in told] == sorted(one.done for one in told)
+
+
 def test_base64_that_hides_a_pickle_needs_a_decoder_that_is_told(tmp_path):
     hidden = base64.b64encode(BAD)
     content = pickle.dumps(Reduced(pickle.loads, Reduced(base64.b64decode, hidden)))
@@ -869,7 +914,12 @@ def test_what_a_conversion_refuses_as_malformed_is_not_plain(name, tmp_path):
     content = next(case[-1]() for case in bad.CASES if case[0] == name)
     scan = scan_checkpoint(written(tmp_path, content))
     assert scan.level == "unknown"
-    assert any(finding.reason.startswith("malformed: ") for finding in scan.files[0].findings)
+    told = [each for each in scan.files[0].findings if each.reason.startswith("malformed: ")]
+    with pytest.raises(MalformedCheckpoint) as refused, open_checkpoint(tmp_path / "bad.pt"):
+        pass
+    assert [(each.where, each.reason, each.at) for each in told] == [
+        (refused.value.where or "", f"malformed: {refused.value.what}", 0)
+    ]
 
 
 def test_why_a_directory_was_not_followed_is_a_sentence(tmp_path):

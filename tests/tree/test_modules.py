@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ckptconv import convert_checkpoint, load_portable, open_checkpoint
+from ckptconv import convert_checkpoint, limits, load_portable, open_checkpoint
 from ckptconv.objects.pickled_modules import is_module
 from ckptconv.support.errors import LimitExceeded, RefusedObject
 from ckptconv.tensors.refs import TensorRef
@@ -266,6 +266,17 @@ def test_a_module_that_holds_itself_ends_in_a_limit(tmp_path):
     torch.save(model, tmp_path / "model.pt")
     with pytest.raises(LimitExceeded, match="contains itself"):
         open_checkpoint(tmp_path / "model.pt")
+
+
+def test_as_many_modules_and_characters_of_names_as_the_limits_say_are_read(tmp_path):
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    torch.save(model, tmp_path / "model.pt")
+    # three modules, and the prefixes "0." and "1." before two names each
+    with limits(modules=3, names=8):
+        assert load_portable(tmp_path / "model.pt").keys() == model.state_dict().keys()
+    for most in ({"modules": 2}, {"names": 7}):
+        with limits(**most), pytest.raises(LimitExceeded, match=r"too many modules|names"):
+            load_portable(tmp_path / "model.pt")
 
 
 def test_a_module_without_tensors_stays_an_object(tmp_path):

@@ -123,6 +123,32 @@ def test_weights_beside_an_average_are_a_choice_of_two(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("module", "other"),
+    [
+        ({"fc.weight": COPY["w1"], "x": COPY["w1"]}, {"first": COPY["w1"]}),
+        ({"bias": COPY["w1"]}, {0: COPY["w1"]}),
+        ({"first": COPY["w1"], "fc.parts": [COPY["w1"]]}, {"first": COPY["w1"]}),
+        ({"first": COPY["w1"]}, {"first": np.ones(2), "second": np.zeros(3)}),
+        ({"first": COPY["w1"].to_sparse()}, {"first": np.ones(2)}),
+        ({"fc.parts": [COPY["w1"]]}, {"fc.weight": np.ones(2)}),
+    ],
+    ids=["dot", "word", "list", "arrays", "sparse", "list-alone"],
+)
+def test_what_looks_like_a_module_comes_first(module, other, tmp_path):
+    """In any order; of two alike, tensors come before arrays."""
+    arrays = [key for key, value in other.items() if type(value) is np.ndarray]
+    for tree in ({"one": module, "two": other}, {"one": other, "two": module}):
+        source = saved(tree, tmp_path)
+        path, rest = ("one", "two") if tree["one"] is module else ("two", "one")
+        if arrays:
+            what = f"at {path} would leave out .*: {rest}.{arrays[0]}"
+            with pytest.raises(CheckpointError, match=what):
+                load_portable(source)
+        else:
+            assert load_portable(source).keys() == module.keys()
+
+
+@pytest.mark.parametrize(
     "beside",
     [
         {"metrics": {"loss": torch.tensor(0.5)}},

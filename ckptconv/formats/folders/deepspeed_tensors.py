@@ -206,7 +206,7 @@ def _refuse_same(refs: Sequence[TensorRef], is_told: bool) -> None:
 
 
 def _mean(name: str, refs: Sequence[TensorRef]) -> TensorRef:
-    if any((ref.shape, ref.dtype) != (refs[0].shape, refs[0].dtype) for ref in refs):
+    if len({(ref.shape, ref.dtype) for ref in refs}) > 1:
         raise contradiction("has another shape in another rank")
     if all(are_equal(refs[0], ref) for ref in refs[1:]):
         return refs[0]

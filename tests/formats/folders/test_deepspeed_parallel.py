@@ -237,6 +237,16 @@ def test_in_fp32_layers_of_one_value_are_told(tmp_path):
     assert "optimizer" not in load_portable(folder, whole=True)
 
 
+def test_in_fp16_a_state_of_another_size_than_its_weights_is_refused(tmp_path):
+    folder = shutil.copytree(FOLDERS / "fp16", tmp_path / "fp16")
+    file = step(folder) / "mp_rank_00_model_states.pt"
+    root = torch.load(file, weights_only=False)
+    state = root["optimizer"]["optimizer_state_dict"]["state"][0]
+    state["exp_avg"] = torch.cat([state["exp_avg"].flatten(), torch.zeros(1)])
+    torch.save(root, file)
+    refused(folder, "exp_avg.* has [0-9]+ elements beside weights of")
+
+
 def test_in_fp16_values_that_no_layer_has_leave_the_states_out(tmp_path):
     folder = shutil.copytree(FOLDERS / "fp16", tmp_path / "fp16")
     changed(step(folder) / "layer_01-model_states.pt", bias=torch.randn(8).half())
@@ -386,6 +396,27 @@ def test_tensor_parallel_ranks_without_zero_are_weights_alone(tmp_path):
     assert all(torch.equal(found["module"][key], value) for key, value in whole.items())
     with open_checkpoint(tmp_path) as checkpoint:
         assert any("states are left out: each rank numbers" in note for note in checkpoint.notes)
+
+
+def test_parameters_that_are_to_be_averaged_are_their_mean(tmp_path):
+    ranks = [torch.randn(3, 2), torch.randn(3, 2)]
+    info = {"parameter_to_average_patterns": ["norm", "same"]}
+    (tmp_path / "global_step1").mkdir()
+
+    def save(rank: int, norm: torch.Tensor) -> None:
+        module = {"norm": norm, "same": ranks[0].bfloat16()}
+        states = {"module": module, "mp_world_size": 2, "universal_checkpoint_info": info}
+        file = tmp_path / "global_step1" / f"mp_rank_0{rank}_model_states.pt"
+        torch.save({**states, "param_shapes": None, "optimizer": None}, file)
+
+    for rank in range(2):
+        save(rank, ranks[rank])
+    found = load_portable(tmp_path)
+    assert torch.equal(found["norm"], torch.stack(ranks).mean(0))
+    assert torch.equal(found["same"], ranks[0].bfloat16())
+    for other in (ranks[1][:2].clone(), ranks[1].double()):
+        save(1, other)
+        refused(tmp_path, "norm: has another shape in another rank")
 
 
 def told(folder: Path, **entries: Any) -> None:
