@@ -193,7 +193,7 @@ def _strings(
         refuse_without(checkpoint.metadata, f"a {to.name} output")
         return {}
     return {
-        **to.metadata(dict(flattened.tensors), checkpoint, options.tags),
+        **to.metadata(flattened.tensors, checkpoint, options.tags),
         **dict(options.metadata),
         **recipes_text(flattened.recipes),
     }

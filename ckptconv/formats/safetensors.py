@@ -377,7 +377,7 @@ class SafetensorsFile(TargetFormat):
         return aliases_in({**metadata, **aliases}, kept)
 
     def metadata(
-        self, named: Mapping[str, TensorRef], checkpoint: Checkpoint, retag: Retag
+        self, named: Sequence[tuple[str, TensorRef]], checkpoint: Checkpoint, retag: Retag
     ) -> dict[str, str]:
         aliases = _aliases_of(checkpoint)
         metadata = {
@@ -385,11 +385,12 @@ class SafetensorsFile(TargetFormat):
             for name, value in checkpoint.metadata.items()
             if name not in aliases and name != "device"
         }
-        for name in aliases_in(metadata, named):  # what a reader would take for one of ours
-            del metadata[name]
+        if metadata.keys() - _NOT_ALIASES:  # else a million names need not be looked up
+            for name in aliases_in(metadata, {key for key, _ in named}):
+                del metadata[name]  # what a reader would take for one of ours
         if metadata.get("format") not in _OTHER_FRAMEWORKS:
             metadata["format"] = "pt"
-        tags = set(map(retag, {ref.pieces[0].storage.location for ref in named.values()}))
+        tags = set(map(retag, {ref.pieces[0].storage.location for _, ref in named}))
         for tag in tags:
             if not tag.isascii():
                 what = f"the location tag '{printable(tag)}' is not a device"

@@ -143,7 +143,7 @@ class TargetFormat:
         return {}
 
     def metadata(
-        self, named: Mapping[str, TensorRef], checkpoint: Checkpoint, retag: Retag
+        self, named: Sequence[tuple[str, TensorRef]], checkpoint: Checkpoint, retag: Retag
     ) -> dict[str, str]:
         """The strings beside the tensors, but for those of aliases and of encoded tensors."""
         return {}
