@@ -71,11 +71,12 @@ class Kinds:
 
     def __init__(self) -> None:
         self._kinds: dict[_Told, list[_Kind]] = {}
+        self._ends: dict[_Told, tuple[int, int]] = {}
         self._count = 0
 
-    def has(self, item: Item, chunk: Chunk | None) -> bool:
-        """Whether an item may be known by its ends."""
-        return chunk is not None and (item.length, chunk.dtype, chunk.shape) in self._kinds
+    def ends(self, item: Item, chunk: Chunk | None) -> tuple[int, int] | None:
+        """The bytes at both ends of an item by which it may be known; None where no kind is."""
+        return None if chunk is None else self._ends.get((item.length, chunk.dtype, chunk.shape))
 
     def tensor(
         self, wanted: Wanted, ends: Sequence[tuple[int, bytes]], guarded: GuardedSource
@@ -103,7 +104,10 @@ class Kinds:
         with contextlib.suppress(CheckpointError):
             kind = _kind_of(RangeSource(file, item.offset, item.length), node)
             if kind:
-                self._kinds.setdefault((item.length, chunk.dtype, chunk.shape), []).append(kind)
+                told = item.length, chunk.dtype, chunk.shape
+                before, behind = self._ends.get(told, (0, 0))
+                self._ends[told] = max(before, len(kind.head)), max(behind, kind.behind)
+                self._kinds.setdefault(told, []).append(kind)
 
 
 def with_ends_checked(file: Source, wanted: Sequence[Wanted]) -> GuardedSource:

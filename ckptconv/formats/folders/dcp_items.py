@@ -63,8 +63,9 @@ class Items:
         self._pool = FilePool()
         self._read: dict[str, _ReadAhead] = {}
         self._coming: Iterator[Coming] = iter(())
-        self._ends: dict[Item, list[tuple[int, bytes]]] = {}
-        self._met: dict[Item, Node] = {}
+        # by the identity of items, of which there is one of each: their hash is made of four values
+        self._ends: dict[int, list[tuple[int, bytes]]] = {}
+        self._met: dict[int, Node] = {}
         self._kinds = Kinds()
         self._guarded: dict[str, GuardedSource] = {}
 
@@ -96,12 +97,12 @@ class Items:
         self._coming = iter(ordered)
         with contextlib.suppress(CheckpointError):
             for item, chunk in ordered:
-                self._met[item] = self._root_of(item, chunk)
+                self._met[id(item)] = self._root_of(item, chunk)
         self._coming, self._ends = iter(()), {}
 
     def root_of(self, item: Item, chunk: Chunk | None = None) -> Node:
         """What the stream at the place of an item holds, which is said to be a `chunk` or not."""
-        met = self._met.pop(item, None)
+        met = self._met.pop(id(item), None)
         return self._root_of(item, chunk) if met is None else met
 
     def _root_of(self, item: Item, chunk: Chunk | None) -> Node:
@@ -109,9 +110,9 @@ class Items:
             what = f"was written through {', '.join(item.transforms)}, which ckptconv does not undo"
             raise UnsupportedCheckpoint(what, hint="save it without extensions, or dcp.load it")
         file = self._file(item.relative_path)
-        if item not in self._ends:
+        if id(item) not in self._ends:
             self._read_ahead((item, chunk))
-        ends = self._ends.pop(item, ())
+        ends = self._ends.pop(id(item), ())
         guarded = self._guarded.get(item.relative_path)
         if chunk is not None and guarded is not None and ends:
             known = self._kinds.tensor((item, chunk), ends, guarded)
@@ -175,7 +176,8 @@ class Items:
         for item, chunk in chain([one], behind):
             file = self._read.get(item.relative_path)
             if file is not None and 0 < item.length <= file.size - item.offset:
-                for end in _ends(item, SMALL if self._kinds.has(item, chunk) else MOST_BEHIND):
+                sizes = self._kinds.ends(item, chunk) or (SMALL, MOST_BEHIND)
+                for end in _ends(item, *sizes):
                     wanted.setdefault(item.relative_path, []).append((item, end))
                     total += end[1]
             if total > most - SHORT:  # so that one read may do
@@ -191,7 +193,7 @@ class Items:
             except CheckpointError:  # said again when the very bytes are needed
                 continue
             for (item, (at, _)), raw in zip(ranges, found, strict=True):
-                self._ends.setdefault(item, []).append((at, raw))
+                self._ends.setdefault(id(item), []).append((at, raw))
 
     def rest(self) -> None:
         """Close the files until they are read again."""
@@ -207,13 +209,13 @@ def _place_of(one: Coming) -> tuple[str, int]:
     return one[0].relative_path, one[0].offset
 
 
-def _ends(item: Item, behind: int) -> list[Range]:
-    """What opening an archive reads of it: its pickle and the headers before that, and `behind`
-    bytes, in which its directory is, or whatever may hold its end record.
+def _ends(item: Item, before: int, behind: int) -> list[Range]:
+    """What opening an archive reads of it: its pickle and the headers before that, in `before`
+    bytes, and `behind` bytes, in which its directory is, or whatever may hold its end record.
     """
     if item.length <= SHORT:
         return [(item.offset, item.length)]
-    return [(item.offset, SMALL), (item.offset + item.length - behind, behind)]
+    return [(item.offset, before), (item.offset + item.length - behind, behind)]
 
 
 class _ReadAhead(WrappedSource):
