@@ -73,11 +73,11 @@ def plan_flat(
     held_from = len(skipped)
     flattened = flatten(*with_filled(named_now, keys), skipped, encode=to.encodes, output=to.noun)
     _refuse_scaled(applied, options)
-    named = flattened.tensors
+    refs = flattened.refs
     cast = _cast_named(flattened, options)
-    kept = [(key, ref, cast(ref)) for key, ref in named]
+    kept = [(key, ref, cast(ref)) for key, ref in flattened.tensors()]
     to.refuse(kept)
-    refuse_nothing_left(len(named), [keys], options.keys)
+    refuse_nothing_left(len(refs), [keys], options.keys)
     refuse_idle([keys], options.keys)
     if checkpoint.metadata and not applied.keeps_names:
         metadata = followed(checkpoint.metadata, applied.names())
@@ -85,14 +85,13 @@ def plan_flat(
     refuse_codes_apart(applied)
     strings = _strings(checkpoint, to, options, flattened)
     tied = _tied(to, kept, strings, options.tied)
-    _refuse_taken(options, flattened.tensors, strings)
+    _refuse_taken(options, flattened.keys, strings)
     if tied:
         kept = [item for item in kept if item[0] not in tied]
     # in bits, for elements may be less than a byte (F4, F6)
     sizes = [prod(ref.shape) * dtype.bits >> 3 for _, ref, dtype in kept]
     if not to.shares_storages:
         _refuse_blow_up(sum(sizes), checkpoint)
-    refs = [ref for _, ref in named]
     renamed = renamed_keys(applied, {item.path for item in skipped[held_from:]})
     shared = renamed
     if to.shares_storages and options.casts:
@@ -136,7 +135,7 @@ def plan_flat(
             *shard_notes([key for key, _, _ in kept], sizes, options.max_shard_size),
         ),
         is_sharded=options.shard_bytes is not None,
-        reads=PlannedFrom(checkpoint, part, lambda: iter(named), cast, flattened.checks),
+        reads=PlannedFrom(checkpoint, part, flattened.tensors, cast, flattened.checks),
     )
 
 
@@ -161,13 +160,11 @@ def _tied(
     return aliases
 
 
-def _refuse_taken(
-    options: Request, named: Sequence[tuple[str, TensorRef]], strings: Mapping[str, str]
-) -> None:
+def _refuse_taken(options: Request, keys: Sequence[str], strings: Mapping[str, str]) -> None:
     """Refuse metadata that a reader would take for the alias of a tensor."""
     if not options.metadata:
         return
-    read = aliases_in(strings, {key for key, _ in named})
+    read = aliases_in(strings, {*keys})
     for name, value in options.metadata:
         if name in read:
             raise OptionRefused(
@@ -193,7 +190,7 @@ def _strings(
         refuse_without(checkpoint.metadata, f"a {to.name} output")
         return {}
     return {
-        **to.metadata(flattened.tensors, checkpoint, options.tags),
+        **to.metadata(flattened.keys, flattened.refs, checkpoint, options.tags),
         **dict(options.metadata),
         **recipes_text(flattened.recipes),
     }
@@ -272,9 +269,9 @@ def _cast_named(flattened: Flattened, options: Request) -> CastRule:
     casts = options.casts
     if not casts.has_globs and (options.dtype is None or not flattened.recipes):
         return casts.everywhere
-    parts = {id(ref) for name, ref in flattened.tensors if name in flattened.components}
+    parts = {id(ref) for name, ref in flattened.tensors() if name in flattened.components}
     if casts.has_globs:
-        return casts.rule([(key, ref) for key, ref in flattened.tensors if id(ref) not in parts])
+        return casts.rule([(key, ref) for key, ref in flattened.tensors() if id(ref) not in parts])
     return lambda ref: ref.dtype if id(ref) in parts else casts.everywhere(ref)
 
 

@@ -377,7 +377,11 @@ class SafetensorsFile(TargetFormat):
         return aliases_in({**metadata, **aliases}, kept)
 
     def metadata(
-        self, named: Sequence[tuple[str, TensorRef]], checkpoint: Checkpoint, retag: Retag
+        self,
+        keys: Sequence[str],
+        refs: Sequence[TensorRef],
+        checkpoint: Checkpoint,
+        retag: Retag,
     ) -> dict[str, str]:
         aliases = _aliases_of(checkpoint)
         metadata = {
@@ -386,11 +390,11 @@ class SafetensorsFile(TargetFormat):
             if name not in aliases and name != "device"
         }
         if metadata.keys() - _NOT_ALIASES:  # else a million names need not be looked up
-            for name in aliases_in(metadata, {key for key, _ in named}):
+            for name in aliases_in(metadata, {*keys}):
                 del metadata[name]  # what a reader would take for one of ours
         if metadata.get("format") not in _OTHER_FRAMEWORKS:
             metadata["format"] = "pt"
-        tags = set(map(retag, {ref.pieces[0].storage.location for _, ref in named}))
+        tags = set(map(retag, {ref.pieces[0].storage.location for ref in refs}))
         for tag in tags:
             if not tag.isascii():
                 what = f"the location tag '{printable(tag)}' is not a device"

@@ -143,7 +143,11 @@ class TargetFormat:
         return {}
 
     def metadata(
-        self, named: Sequence[tuple[str, TensorRef]], checkpoint: Checkpoint, retag: Retag
+        self,
+        keys: Sequence[str],
+        refs: Sequence[TensorRef],
+        checkpoint: Checkpoint,
+        retag: Retag,
     ) -> dict[str, str]:
         """The strings beside the tensors, but for those of aliases and of encoded tensors."""
         return {}

@@ -30,11 +30,16 @@ class Flattened:
     `components` are the names of what encoded tensors are taken apart into.
     """
 
-    tensors: tuple[tuple[str, TensorRef], ...]
+    keys: tuple[str, ...]
+    refs: tuple[TensorRef, ...]
     recipes: Mapping[str, Recipe]
     rewritten: tuple[Rewritten, ...]
     checks: tuple[Check, ...] = ()
     components: frozenset[str] = frozenset()
+
+    def tensors(self) -> Iterator[tuple[str, TensorRef]]:
+        """The tensors with their names; no pairs are kept, for there may be a million."""
+        return zip(self.keys, self.refs, strict=True)
 
 
 def flatten(
@@ -52,7 +57,7 @@ def flatten(
     messages call what they are for.
     """
     if _are_all_plain(keys, values):
-        return Flattened(tuple(zip(keys, values, strict=True)), {}, ())
+        return Flattened(tuple(keys), tuple(values), {}, ())
     tensors: dict[str, TensorRef] = {}
     recipes: dict[str, Recipe] = {}
     components: set[str] = set()
@@ -95,8 +100,8 @@ def flatten(
         if made.recipes:
             recipes.update(made.recipes)
             components.update(name for name, _ in made.tensors)
-    named = tuple(tensors.items())
-    return Flattened(named, recipes, tuple(rewritten), tuple(checks), frozenset(components))
+    told = recipes, tuple(rewritten), tuple(checks), frozenset(components)
+    return Flattened(tuple(tensors), tuple(tensors.values()), *told)
 
 
 def _are_all_plain(keys: Sequence[str | None], values: Sequence[Node]) -> TypeGuard[Sequence[str]]:
