@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from math import prod
 from pathlib import PurePath
 from typing import Any
 
@@ -37,7 +36,14 @@ from ckptconv.support.errors import OptionRefused, printable, warn
 from ckptconv.support.limits import in_force
 from ckptconv.support.text import some_text
 from ckptconv.tensors.compaction import CastRule
-from ckptconv.tensors.refs import TensorRef, expanded, homes, storages_of, view_identity
+from ckptconv.tensors.refs import (
+    TensorRef,
+    bytes_of,
+    expanded,
+    homes,
+    storages_of,
+    view_identity,
+)
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.choosing import choose_state_dict
 from ckptconv.tree.flattening import Flattened, encoding_notes, flatten, refuse_split
@@ -88,10 +94,11 @@ def plan_flat(
     _refuse_taken(options, flattened.keys, strings)
     if tied:
         kept = [item for item in kept if item[0] not in tied]
-    # in bits, for elements may be less than a byte (F4, F6)
-    sizes = [prod(ref.shape) * dtype.bits >> 3 for _, ref, dtype in kept]
+    sizes = [bytes_of(dtype, ref.shape) for _, ref, dtype in kept]
     if not to.shares_storages:
         _refuse_blow_up(sum(sizes), checkpoint)
+    storages = storages_of(refs)  # before the files: finding them takes 80 MB for a million
+    locations = count_locations(storages, options.tags)
     renamed = renamed_keys(applied, {item.path for item in skipped[held_from:]})
     shared = renamed
     if to.shares_storages and options.casts:
@@ -103,8 +110,6 @@ def plan_flat(
     files, index = _split(output, kept, sizes, plan_file, options.shard_bytes, group, of_index)
     if len(files) > 1:
         refuse_split(flattened)
-    storages = storages_of(refs)
-    locations = count_locations(storages, options.tags)
     return ConversionPlan(
         source=checkpoint.path,
         source_format=checkpoint.format,

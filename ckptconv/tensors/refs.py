@@ -280,6 +280,13 @@ def contiguous_stride(shape: Shape) -> Shape:
     return tuple(reversed(stride))
 
 
+@lru_cache(maxsize=1 << 14)  # as above: very many tensors have one number together
+def bytes_of(dtype: DType, shape: Shape) -> int:
+    """Bytes that the values of a tensor of this shape take when written as `dtype`."""
+    # in bits, for elements may be less than a byte (F4, F6)
+    return prod(shape) * dtype.bits >> 3
+
+
 def is_contiguous(shape: Shape, stride: Shape) -> bool:
     """Whether `stride` walks `shape` in C order without gaps; strides of dimensions of size 1 do
     not matter.
