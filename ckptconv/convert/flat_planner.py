@@ -90,7 +90,8 @@ def plan_flat(
         checkpoint = replace(checkpoint, metadata=metadata)
     refuse_codes_apart(applied)
     strings = _strings(checkpoint, to, options, flattened)
-    tied = _tied(to, kept, strings, options.tied)
+    are_shared = len({*homes(refs)}) < len(refs)
+    tied = _tied(to, kept, strings, options.tied, are_shared=are_shared)
     _refuse_taken(options, flattened.keys, strings)
     if tied:
         kept = [item for item in kept if item[0] not in tied]
@@ -104,10 +105,13 @@ def plan_flat(
     if to.shares_storages and options.casts:
         renamed = still_shared(applied, renamed, cast)
     metadata = {**strings, **tied} if to.holds_metadata else {}
-    group = _same_storage if to.shares_storages else view_identity
+    groups: Sequence[Hashable] = range(len(kept))
+    if are_shared:
+        group = _same_storage if to.shares_storages else view_identity
+        groups = [group(ref) for _, ref, _ in kept]
     plan_file = partial(_planned, to, metadata, tied, options)
     of_index = _index_metadata(checkpoint, is_whole=not skipped and not renamed.filled)
-    files, index = _split(output, kept, sizes, plan_file, options.shard_bytes, group, of_index)
+    files, index = _split(output, kept, sizes, plan_file, options.shard_bytes, groups, of_index)
     if len(files) > 1:
         refuse_split(flattened)
     return ConversionPlan(
@@ -145,7 +149,12 @@ def plan_flat(
 
 
 def _tied(
-    to: TargetFormat, named: Sequence[NamedTensor], strings: Mapping[str, str], tied: Tied
+    to: TargetFormat,
+    named: Sequence[NamedTensor],
+    strings: Mapping[str, str],
+    tied: Tied,
+    *,
+    are_shared: bool,
 ) -> dict[str, str]:
     """The names that become aliases, and of what; raises `OptionRefused` for a pattern that no name
     of a tied tensor matches.
@@ -153,8 +162,8 @@ def _tied(
     if tied == "duplicate":
         return {}
     if tied == "alias":
-        return to.aliases(named, strings)
-    aliases = to.aliases(named, strings, stays=tied)
+        return to.aliases(named, strings, are_shared=are_shared)
+    aliases = to.aliases(named, strings, stays=tied, are_shared=are_shared)
     if not any(fnmatchcase(kept, tied) for kept in aliases.values()):
         names = list(dict.fromkeys(name for pair in aliases.items() for name in pair))
         told = f"its names are {some_text(names)}" if names else "no tensor has several names"
@@ -226,19 +235,16 @@ def _split(
     sizes: Sequence[int],
     plan_file: Callable[[PurePath, Sequence[NamedTensor]], PlannedFile],
     limit: int | None,
-    group: Callable[[TensorRef], Hashable],
+    groups: Sequence[Hashable],
     metadata: Mapping[str, Any],
 ) -> tuple[tuple[PlannedFile, ...], PlannedFile | None]:
     """The files of a flat output and their index; one file, which needs no index, unless a limit
     asks for more.
 
-    `sizes` are the bytes of the tensors. Those of which `group` says the same stay together.
+    `sizes` are the bytes of the tensors. Those with the same of `groups` stay together.
     """
     if limit is None:
         return (plan_file(output, kept),), None
-    groups: Sequence[Hashable] = range(len(kept))
-    if len({*homes(ref for _, ref, _ in kept)}) < len(kept):
-        groups = [group(ref) for _, ref, _ in kept]
     shards = split(sizes, groups, limit)
     parts = [[kept[index] for index in indices] for indices in shards]
     paths = shard_paths(output, len(parts))

@@ -41,7 +41,6 @@ from ckptconv.tensors.dtypes import BY_SAFETENSORS, FLOAT4, FLOAT4_PAIRS, DType
 from ckptconv.tensors.refs import (
     Storage,
     TensorRef,
-    homes,
     refuse_dimensions,
     view_identity,
     whole_view,
@@ -352,7 +351,12 @@ class SafetensorsFile(TargetFormat):
                 refuse_unholdable(key, ref, dtype)
 
     def aliases(
-        self, named: Sequence[NamedTensor], metadata: Mapping[str, str], stays: str = ""
+        self,
+        named: Sequence[NamedTensor],
+        metadata: Mapping[str, str],
+        stays: str = "",
+        *,
+        are_shared: bool,
     ) -> dict[str, str]:
         """The first name of a view in sorted order is kept, as the library does, or the first that
         matches `stays`.
@@ -360,7 +364,6 @@ class SafetensorsFile(TargetFormat):
         A name is not dropped that the file's metadata needs for something else, or that a reader
         would take for a text.
         """
-        are_shared = len(set(homes(ref for _, ref, _ in named))) < len(named)
         if not metadata.keys() - _NOT_ALIASES and not are_shared:
             return {}
         views: dict[Hashable, list[str]] = {}

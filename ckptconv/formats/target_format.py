@@ -135,10 +135,16 @@ class TargetFormat:
         return iter(())
 
     def aliases(
-        self, named: Sequence[NamedTensor], metadata: Mapping[str, str], stays: str = ""
+        self,
+        named: Sequence[NamedTensor],
+        metadata: Mapping[str, str],
+        stays: str = "",
+        *,
+        are_shared: bool,
     ) -> dict[str, str]:
         """Dropped name → kept name, for names of one tensor of which it keeps only one: the one
         that the pattern `stays` matches, where there is one. `metadata` are the other strings.
+        `are_shared`: some of the tensors may have bytes together.
         """
         return {}
 
