@@ -366,16 +366,18 @@ def _told_pairs(
     """The same where the index tells of each tensor of its shards, and of no other: without a
     look at each of them, of which there may be a million. None where it does not.
     """
-    held: dict[str, Any] = dict(weight_map)  # in its order, each name until its pair is there
-    count = 0
+    wanted: dict[str, list[str]] = {name: [] for name in shards}
+    for key, name in weight_map.items():
+        wanted[name].append(key)
+    placed: dict[str, Iterator[tuple[str, Node]]] = {}
     for name, shard in shards.items():
         pairs = state_dict_pairs(shard)
-        keys = [key for key, _ in pairs]
-        if {*map(weight_map.get, keys)} != {name} or len({*keys}) < len(keys):
+        # by shard: in one dict of a million, each look is one into memory that is far away
+        held = {pair[0]: pair for pair in pairs}
+        if len(held) < len(pairs) or held.keys() != {*wanted[name]}:
             return None
-        held.update(zip(keys, pairs, strict=True))
-        count += len(keys)
-    return [*held.values()] if count == len(held) else None
+        placed[name] = iter([held[key] for key in wanted[name]])
+    return [next(placed[name]) for name in weight_map.values()]
 
 
 def state_dict_pairs(shard: Checkpoint) -> Sequence[tuple[str, Node]]:
