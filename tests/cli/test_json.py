@@ -502,6 +502,22 @@ def test_the_page_names_every_command():
     assert sections == {"Every document", "network", "errors", "devices --export", *with_json}
 
 
+@pytest.mark.parametrize(
+    ("field", "package", "made"),
+    [
+        ("reasons[].code", "inspect", r'(?:Reason|Refusal)\(\s*"([a-z-]+)"'),
+        ("findings[].code", "doctor", r'(?:\b(?:error|warning|info)\(|Finding\("error",)\s*"([a-z0-9-]+)"'),
+    ],
+)
+def test_the_page_has_every_code(field, package, made):
+    files = (ROOT / "ckptconv" / package).glob("*.py")
+    text = "\n".join(file.read_text("utf-8") for file in files)
+    [row] = [line for line in PAGE.splitlines() if line.startswith(f"| `{field}` ")]
+    told = set(re.findall(r"`([a-z0-9-]+)`", row.split("|")[3])) - {"inspect"}
+    assert set(re.findall(made, text)) <= told
+    assert [code for code in told if f'"{code}"' not in text] == []
+
+
 # -------------------------------------------------------------------------------- one document each
 
 WRONG = [
