@@ -24,8 +24,9 @@ _LONG_BINGETS = re.compile(rb"j(?=(.{4}))", re.DOTALL).findall
 _FORGOTTEN: Node = object()
 UNMADE: Node = object()
 """Stands for a value that the opcodes of a run put and nobody is expected to fetch."""
-# The groups of a run that are the indexes of what it puts
-_PUTS = (5, 9, 12, 14, 17, 18)
+# The groups of a run that a leaf is made of, and those that are the indexes of what it puts
+_FIELDS = (6, 7, 8, 9, 11, 12, 13, 15, 16, 18, 20, 21)
+_PUTS = (10, 14, 17, 19, 22, 23)
 
 
 def _forged(what: str) -> MalformedCheckpoint:
@@ -152,7 +153,7 @@ class Memo(dict[bytes, Node]):
 
         Which of them a fetch gives is a matter of order, and what a run puts is made too late.
         """
-        found = (TENSOR_RUN(self._stream, start) for start in self.runs)
+        found = (RUN(self._stream, start) for start in self.runs)
         runs = (run.group(*_PUTS) for run in found if run is not None)
         puts = [put for put in chain.from_iterable(runs) if put is not None]
         if not puts:
@@ -171,10 +172,10 @@ class Memo(dict[bytes, Node]):
 
     def _puts(self, start: int) -> dict[bytes, Node]:
         """What the run at `start` puts: key, persistent id, shape, stride, hooks and arguments."""
-        run = TENSOR_RUN(self._stream, start)
+        run = RUN(self._stream, start)
         assert run is not None
         kind, cls, raw_key, location, count, view, offset, shape, stride, flag, hooks = run.group(
-            1, 2, 4, 6, 7, 8, 10, 11, 13, 15, 16
+            6, 7, 9, 11, 12, 13, 15, 16, 18, 20, 21
         )
         names = [self[MEMO_KEYS[index[0]]] for index in (kind, cls, location, hooks)]
         made = Call(names[3], ())
@@ -211,12 +212,11 @@ _PERSISTENT_ID = (
 )
 _FLAG_AND_HOOKS = rb"([\x88\x89])h(.)\)R" + _PUT + rb"t" + _PUT + rb"R"
 _TENSOR = _PERSISTENT_ID + _INTEGER + _INTEGERS + _INTEGERS + _FLAG_AND_HOOKS
-TENSOR_RUN = re.compile(_TENSOR, re.DOTALL).match
-# An entry of a state dict behind another: what puts the value before it into the memo, its key, and
-# its tensor with the name of the rebuild function. Where the key is taken for longer or shorter
-# than it is, its length tells.
+# An entry of a state dict behind another begins with what puts the value before it into the memo,
+# its key, and the name of the rebuild function. Where the key is taken for longer or shorter than
+# it is, its length tells.
 _KEY = rb"X(.)\0\0\0([\w.]{1,255})"
-_ENTRY_RUN = re.compile(_PUT + _KEY + _PUT + rb"h(.)\(" + _TENSOR, re.DOTALL).match
+RUN = re.compile(b"(?:" + _PUT + _KEY + _PUT + rb"h(.)\()?" + _TENSOR, re.DOTALL).match
 _INT_RUNS: dict[bytes, tuple[int, ...]] = {}
 
 
@@ -242,7 +242,7 @@ class RunReader:
 
     def tensor(self, run: re.Match[bytes], func: Node) -> Node | None:
         """The tensor that `func` makes of the opcodes of `run`; None: they are not as they look."""
-        leaf = self._leaf(run.group(1, 2, 3, 4, 6, 7, 8, 10, 11, 13, 15, 16), func)
+        leaf = self._leaf(run.group(*_FIELDS), func)
         if leaf is not None:
             self._runs.append(run.start())
         return leaf
@@ -252,11 +252,9 @@ class RunReader:
         tensor stands on the stack already. It stops before what is not as it looks, and at `end`.
         """
         memo, runs = self._memo, self._runs
-        while (run := _ENTRY_RUN(stream, pos, end)) is not None:
-            before, size, raw_key, put, func, *tensor = run.group(
-                1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 18, 20, 21
-            )
-            if size[0] != len(raw_key):
+        while (run := RUN(stream, pos, end)) is not None:
+            before, size, raw_key, put, func, *tensor = run.group(1, 2, 3, 4, 5, *_FIELDS)
+            if size is None or size[0] != len(raw_key):
                 break
             if before is not None:
                 memo[before] = stack[-1]

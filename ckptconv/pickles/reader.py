@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn, TypeAlias
 
 from ckptconv.pickles.making import BYTES_REDUCERS, MappingCalls, NodeMaker, Reducer
-from ckptconv.pickles.memo import MEMO_KEYS, TENSOR_RUN, FetchedUnmade, Memo, RunReader
+from ckptconv.pickles.memo import MEMO_KEYS, RUN, FetchedUnmade, Memo, RunReader
 from ckptconv.pickles.nodes import BYTEARRAY, SET, Call, Dict, Global, Node, PersistentId
 from ckptconv.pickles.opcodes import LINES, SIZED
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
@@ -156,7 +156,7 @@ class PickleReader(NodeMaker):
                     push(data[pos])
                     pos += 1
                 elif op == 0x28:  # MARK
-                    run = TENSOR_RUN(data, pos, end) if data[pos] == 0x28 else None
+                    run = RUN(data, pos, end) if data[pos] == 0x28 else None
                     leaf = None if run is None else runs.tensor(run, stack[-1])
                     if run is not None and leaf is not None:
                         stack[-1] = leaf
