@@ -204,6 +204,22 @@ def _names_of_codes(name: str) -> Iterator[str]:
             yield name.removesuffix(ending)
 
 
+def key_of_values(codes: str) -> str:
+    """The key that the values of codes have in the model.
+
+    >>> key_of_values("l.0.weight_packed"), key_of_values("l.0.qweight")
+    ('l.0.weight', 'l.0.weight')
+    """
+    prefix, dot, name = codes.rpartition(".")
+    for ending in _PACKED_ENDINGS:
+        if name.endswith(ending):
+            name = name.removesuffix(ending).removeprefix("_")
+            return f"{prefix}{dot}{name}".removesuffix(".")
+    if name in _CODE_NAMES or name in _PAIRS:
+        name = "weight"
+    return f"{prefix}{dot}{name}"
+
+
 class Naming(NamedTuple):
     """How what stands beside codes is named by them: their name without `ending`, and `name`."""
 

@@ -20,7 +20,14 @@ from ckptconv.tensors.decoding import Decoding
 from ckptconv.tensors.layouts import Move
 from ckptconv.tensors.refs import Shape, TensorRef, contiguous_stride
 from ckptconv.tensors.scaled_layouts import Beside, are_for_the_same, beside, moved
-from ckptconv.tensors.scaled_weights import Naming, ScaledWeight, find_scaled, named_beside, naming
+from ckptconv.tensors.scaled_weights import (
+    Naming,
+    ScaledWeight,
+    find_scaled,
+    key_of_values,
+    named_beside,
+    naming,
+)
 from ckptconv.tensors.schemes.base import CodeGroup, Facts
 from ckptconv.tensors.schemes.scaled import given_block
 from ckptconv.tensors.schemes.table import group_of, names_activations, scheme_of
@@ -89,6 +96,15 @@ class Scales:
     def is_codes(self, origin: Origin) -> bool:
         """Whether a tensor is codes of a quantised weight."""
         return origin in self._known or origin in self._found
+
+    @cached_property
+    def packed(self) -> frozenset[str]:
+        """The codes that do not have the name of their values."""
+        return frozenset(key for key in self._found if key_of_values(key) != key)
+
+    def is_part(self, origin: Origin) -> bool:
+        """Whether a tensor is codes, or what they are read with."""
+        return origin in self._beside or self.is_codes(origin)
 
     def is_beside(self, origin: Origin) -> bool:
         """Whether codes are read with a tensor, which goes where they go."""

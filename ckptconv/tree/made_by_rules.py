@@ -35,7 +35,7 @@ from ckptconv.support.records import NamedTuple
 from ckptconv.support.text import count_text
 from ckptconv.tensors.layouts import Move, if_turned, settled
 from ckptconv.tensors.refs import Storage, TensorObject, TensorRef, origins
-from ckptconv.tensors.scaled_weights import find_scaled
+from ckptconv.tensors.scaled_weights import find_scaled, key_of_values
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.reshaping import Applied, Made, Origin, RulesResult, Shapes
 from ckptconv.tree.settling import Skipped
@@ -128,6 +128,8 @@ class _Application:
                 self._by_mapping(part.at(self.item.path))
                 continue
             assert isinstance(part, TensorRule)
+            if part is not rule:
+                self._refuse_packed(part)
             names = [entry.name for entry in self.entries]
             # each rule of a preset may be idle, but not all of them: `_really_idle` looks at them
             # together
@@ -190,7 +192,13 @@ class _Application:
         return map_keys(names, KeyRules.of(rules, wrappers), self.item.path, telling, beside)
 
     def _rename(self, rules: Sequence[Rule]) -> None:
-        keys = self._mapped(rules)
+        try:
+            keys = self._mapped(rules)
+        except KeyConflict as error:
+            names = {entry.name: entry.origin for entry in self.entries}
+            if self.scales is not None and self.scales.is_part(names.get(error.where or "", "")):
+                error.hint = "--dequantize makes values first"
+            raise
         self.steps.append(keys)
         kept = []
         for at, (entry, new) in enumerate(zip(self.entries, keys.new, strict=True)):
@@ -236,6 +244,16 @@ class _Application:
         gone |= dict.fromkeys(self._names_beside([there[key] for key in gone]), rule.words)
         self.taken |= gone
         self._put([entry for entry in self.entries if entry.name not in gone], made, rule)
+
+    def _refuse_packed(self, rule: TensorRule) -> None:
+        """Refuse a rule of a preset for a weight whose codes have another name (``qweight``): they
+        would stay as they are, beside others that are laid out.
+        """
+        packed = self.scales.packed if self.scales is not None else frozenset()
+        for entry in self.entries if packed else ():
+            if entry.origin in packed and rule.is_for(key_of_values(entry.name)):
+                what = f"{rule.words}: is codes that are not laid out otherwise"
+                raise RefusedObject(what, where=entry.name, hint="--dequantize makes values first")
 
     def _names_beside(self, codes: Sequence[_Entry]) -> list[str]:
         """The names of what codes among some tensors are read with."""

@@ -14,7 +14,13 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from ckptconv import KeyRules, RefusedObject, convert_checkpoint, load_portable
+from ckptconv import (
+    CheckpointError,
+    KeyRules,
+    RefusedObject,
+    convert_checkpoint,
+    load_portable,
+)
 from ckptconv.tensors.layouts import MOVES
 from ckptconv.tensors.scaled_layouts import MOVED
 from helpers.examples import examples
@@ -448,3 +454,28 @@ def test_a_preset_stacks_experts_of_block_fp8_as_transformers_does(tmp_path):
     done = convert_checkpoint(v5, back, preset="transformers-original")
     assert_same(torch.load(back), tensors)
     assert not done.plan.skipped
+
+
+def _gptq(module: str) -> dict[str, torch.Tensor]:
+    return {
+        f"{module}.qweight": torch.zeros(4, 32, dtype=torch.int32),
+        f"{module}.qzeros": torch.zeros(1, 4, dtype=torch.int32),
+        f"{module}.scales": torch.ones(1, 32).half(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("preset", "module"),
+    [
+        ("transformers-v5:qwen3_moe", "model.layers.0.mlp.experts.0.up_proj"),
+        ("to-mlx-moe", "model.layers.0.mlp.experts.0.up_proj"),
+        ("to-phi3:4,4", "model.layers.0.self_attn.q_proj"),
+        ("to-meta-llama:4,4", "model.layers.0.self_attn.q_proj"),
+    ],
+)
+def test_a_preset_is_not_half_applied_where_codes_have_names_of_their_own(preset, module, tmp_path):
+    """The rules name ``weight``, and codes of GPTQ are called ``qweight``: they stayed."""
+    path = _write(tmp_path, _gptq(module) | {"model.norm.weight": torch.ones(4)}, None)
+    with pytest.raises(CheckpointError) as error:
+        convert_checkpoint(path, tmp_path / "out.pt", preset=preset)
+    assert str(error.value).endswith(FIRST)
