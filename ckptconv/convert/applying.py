@@ -111,6 +111,7 @@ def lora_plan(
         checkpoint = leaving.enter_context(open_certain(base, tag=tag, whole_modules=True))
         opened = [leaving.enter_context(open_certain(each)) for each in named]
         for each in opened:
+            # now: their values are read when they are needed, in the middle of the output
             check_places(each.sources)
         merge = MergeLora(opened, scale, request.only)
         wanted = replace(request, edits=(*edits, *request.edits, merge))

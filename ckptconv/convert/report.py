@@ -413,5 +413,6 @@ _RESULT = Fields(
 def result_document(result: ConversionResult) -> dict[str, Any]:
     """A finished conversion as JSON values."""
     document = PLAN.of(result.plan)
+    # of what torch made, which no plan can tell
     document["output"]["bytes"] = result.nbytes
     return {**document, **_RESULT.of(result)}

@@ -115,6 +115,7 @@ def _refused(case: Case) -> Iterator[Symptom]:
 def _tags(case: Case) -> Iterator[Symptom]:
     """Storages on devices that are not here: the first of the two classic errors."""
     for tag, count in case.facts.locations.items():
+        # meta has no values, and is restored anywhere
         if tag in ("cpu", "meta") or _is_served(tag, case):
             continue
         cause = f"was saved on {printable(tag)} (storages: {count}), which this host does not have"
@@ -301,6 +302,7 @@ def _choice(case: Case) -> Iterator[Symptom]:
     except AmbiguousStateDict as ambiguous:
         if case.state_dicts:
             effect = "load_portable, and an output that holds one state dict, refuse to guess"
+            # an average has as many keys as the model, and is not what most want first
             largest = max(
                 case.state_dicts, key=lambda item: (not is_average(item.path), len(item.keys))
             )

@@ -78,6 +78,7 @@ def list_tensors(
     """
     opened = open_certain(source, tag=tag) if is_long else open_to_look(source, tag=tag)
     with opened as checkpoint:
+        # of a far file it would be a request for each tensor
         if is_long or not checkpoint.is_far:
             check_places(checkpoint.sources)
         every = named_values(checkpoint)
@@ -165,7 +166,8 @@ def _row(item: ListedTensor, is_long: bool) -> tuple[str, ...]:
 
 
 def _sum_text(found: Listing) -> str:
-    once = [item for item in found.tensors if item.same_as is None]
+    # the first name of a tied tensor may not be among those that are listed
+    once = {item.same_as or item.name: item for item in found.tensors}.values()
     count = count_text(len(found.tensors), "tensor")
     if len(found.tensors) < found.of:
         count = f"{len(found.tensors):,} of {count_text(found.of, 'tensor')}"

@@ -131,6 +131,7 @@ class _Renaming:
         self, convention: Convention, base: Mapping[str, Shape | None], adapter: Adapter
     ) -> None:
         self._convention, self._adapter = convention, adapter
+        # an adapter of a wrapped model is named without the wrapper
         keys = map_keys([*base], STRIP, "", [*base], ())
         pairs = zip(keys.new, base.values(), strict=True)
         self._shapes = {key: shape for key, shape in pairs if key is not None}

@@ -264,6 +264,7 @@ def _dequantized(name: str, recipe: Recipe, parts: dict[str, TensorRef]) -> Name
         return made
 
     numbers = None
+    # one number for each code: values are counted by their codes then, and not decoded
     if is_whole and bits <= 8:
         numbers = decode(memoryview(bytes(range(1 << bits))), 0)
     return NamedValue(name, integers, dtype, shape, decode, bits, numbers)

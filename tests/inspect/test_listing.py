@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ckptconv import OptionRefused
-from ckptconv.inspect.listing import list_tensors
+from ckptconv.inspect.listing import list_tensors, listing_lines
 from ckptconv.io.files import FileSource
 from helpers.http_server import HttpServer
 from helpers.paths import CORPUS
@@ -125,6 +125,8 @@ def test_a_tied_tensor_tells_its_other_name_also_where_that_is_not_listed(model)
     folder, _ = model
     (head,) = list_tensors(folder / "zip.pt", ["head.weight"]).tensors
     assert head.same_as == "embed.weight"
+    found = list_tensors(folder / "zip.pt", [head.name])
+    assert str([*listing_lines(found, 80)][-1].text).startswith(f"1 of {found.of} tensors, 20 values")
     values = {item.name for item in list_tensors(folder / "zip.pt").tensors if item.same_as is None}
     assert "embed.weight" in values and "turned" in values, "another view is another tensor"
 

@@ -131,6 +131,7 @@ def _require_experts(told: list[Node], experts: Iterable[tuple[int, int]]) -> No
         told = told * len(there)
     for layer, numbers in there.items():
         count = told[layer] if len(told) == len(there) else None
+        # `count` is what a file claims, and may be huge: one more than there are tells as much
         if type(count) is not int or numbers != set(range(min(count, len(numbers) + 1))):
             what = f"has {len(numbers)} experts in files, and the model states say {count}"
             raise contradiction(what, where=f"layer {layer}")
