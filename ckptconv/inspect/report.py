@@ -5,7 +5,6 @@ any width; all that came out of a file is escaped here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -172,7 +171,7 @@ def _branches(parts: tuple[Part, ...], indent: str, limit: int) -> Iterator[tupl
         yield from _branches(part.parts, indent + below, limit)
 
 
-_WHAT = attrgetter(*[item.name for item in fields(Part) if item.name != "name"])
+_WHAT = attrgetter(*[name for name in Part.__match_args__ if name != "name"])
 
 
 def _alike(parts: tuple[Part, ...]) -> list[list[Part]]:

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import io
 import os
-import select
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -300,4 +299,6 @@ class StandardInput(_Opened):
             try:
                 return os.read(_STDIN, CHUNK)
             except BlockingIOError:  # who shares the pipe may have made it one that does not wait
-                select.select([_STDIN], [], [])
+                from select import select  # few read a pipe
+
+                select([_STDIN], [], [])

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -137,7 +137,7 @@ class Limits:
 
 
 DEFAULTS = Limits()
-NAMES = tuple(field.name for field in fields(Limits))
+NAMES = Limits.__match_args__
 
 _IN_FORCE: ContextVar[Limits] = ContextVar("ckptconv.limits", default=DEFAULTS)
 

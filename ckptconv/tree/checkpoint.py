@@ -89,7 +89,7 @@ class Container:
 
 
 UNKNOWN = Container("unknown", why_not="no known library opens it")
-MEMORY = UNKNOWN.called("memory")
+MEMORY = Container("memory", why_not=UNKNOWN.why_not)
 """What was never in a file."""
 
 
