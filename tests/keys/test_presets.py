@@ -419,6 +419,18 @@ def test_a_llama_is_not_taken_for_a_qwen_whose_q_is_not_in_pairs(tmp_path):
             load_portable(tmp_path / "model.safetensors", keys=KeyRules.of([("preset", preset)]))
 
 
+@pytest.mark.parametrize("model_type", ["gemma", "cohere", "granite", "olmo"])
+@pytest.mark.parametrize("preset", ["meta-llama", "torchtitan-llama3", "megatron-llama"])
+def test_a_model_that_has_keys_of_a_llama_is_not_taken_for_one(model_type, preset, tmp_path):
+    """Gemma multiplies by its norms + 1, Cohere has q and k in pairs of rows already."""
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    told = {"model_type": model_type, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with pytest.raises(KeyConflict, match=f"model_type llama.*, and the model says {model_type}"):
+        rules = KeyRules.of([("preset", f"to-{preset}")])
+        load_portable(tmp_path / "model.safetensors", keys=rules)
+
+
 @pytest.mark.parametrize(
     ("told", "message"),
     [
