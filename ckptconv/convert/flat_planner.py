@@ -105,7 +105,7 @@ def plan_flat(
     if to.shares_storages and options.casts:
         renamed = still_shared(applied, renamed, cast)
     metadata = {**strings, **tied} if to.holds_metadata else {}
-    groups: Sequence[Hashable] = range(len(kept))
+    groups: Sequence[Hashable] = ()
     if are_shared:
         group = _same_storage if to.shares_storages else view_identity
         groups = [group(ref) for _, ref, _ in kept]
@@ -246,16 +246,17 @@ def _split(
     if limit is None:
         return (plan_file(output, kept),), None
     shards = split(sizes, groups, limit)
-    parts = [[kept[index] for index in indices] for indices in shards]
-    paths = shard_paths(output, len(parts))
-    files = tuple(map(plan_file, paths, parts))
-    if len(files) == 1:
-        return files, None
-    names = [""] * len(kept)
+    paths = shard_paths(output, len(shards))
+    parts, names = [], [""] * len(kept)
     for path, indices in zip(paths, shards, strict=True):
+        parts.append([kept[index] for index in indices])
         name = path.name
         for index in indices:
             names[index] = name
+    del shards  # a million numbers, 40 MB, before the files are laid out
+    files = tuple(map(plan_file, paths, parts))
+    if len(files) == 1:
+        return files, None
     where = zip((key for key, _, _ in kept), names, strict=True)
     raw = index_text(where, sum(sizes), metadata)
     return files, PlannedFile(index_path(output), one_item("index", raw), lambda: iter(()))

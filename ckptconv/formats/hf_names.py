@@ -55,7 +55,7 @@ def shard_limit(given: int | str | None) -> int | None:
 
 def split(sizes: Sequence[int], groups: Sequence[Hashable], limit: int) -> list[list[int]]:
     """Indices of tensors by shard: in order, at most `limit` bytes each, tensors of one group
-    together.
+    together. Without `groups`, each is one of its own.
 
     A group that is larger by itself is alone in its shard.
 
@@ -71,7 +71,10 @@ def split(sizes: Sequence[int], groups: Sequence[Hashable], limit: int) -> list[
     shards: list[list[int]] = []
     room = -1  # less than 0, so that also a tensor without bytes begins a shard
     alone: list[list[int]] = []
-    for index in first.values():
+    order: Iterable[int] = range(len(sizes))
+    if groups:
+        order = first.values()
+    for index in order:
         indices = together.get(index, (index,))
         size = sizes[index] if len(indices) == 1 else sum([sizes[at] for at in indices])
         if size > limit:
