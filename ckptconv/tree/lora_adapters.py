@@ -49,6 +49,7 @@ class Config:
     is_rounded: bool = False
     parameters: tuple[str, ...] = ()
     whole_modules: tuple[str, ...] = ()
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def rank_of(self, module: str) -> int | None:
         """The rank that it names for a module."""
@@ -57,6 +58,11 @@ class Config:
     def alpha_of(self, module: str) -> float | None:
         """The alpha that it names for a module."""
         return _by_pattern(self.alphas, module, self.alpha)
+
+    def rows_of(self, module: str) -> tuple[int, ...] | None:
+        """The rows of an embedding that it has trained; None where it does not say one answer."""
+        found = {rows for name, rows in self.tokens.items() if module.endswith(name)}
+        return found.pop() if len(found) == 1 else None
 
     def scale_of(self, module: str, rank: int) -> float:
         """What the product for a module is multiplied by."""
@@ -129,6 +135,8 @@ _ENDS = {
     "_lora.up.weight": "up",
     ".lora_linear_layer.down.weight": "down",
     ".lora_linear_layer.up.weight": "up",
+    # rows that peft trains (trainable_token_indices)
+    ".token_adapter.trainable_tokens_delta": "tokens",
     # LyCORIS has other words for the deltas of norms
     ".w_norm": "diff",
     ".b_norm": "bias_diff",
@@ -170,11 +178,12 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
     others = [key for key in found.keys if key not in tensors]
     if others:
         raise RefusedObject("is not a tensor, as all in an adapter are", where=others[0])
+    is_peft = any(key.startswith(PEFT_PREFIX) for key in tensors)
     if not any(map(role_of, found.keys)):
+        _configs(checkpoint, is_peft=is_peft)  # says of which kind it is, where it is of peft
         listed = first_few(found.keys, 3)
         what = f"has no key of an adapter, such as lora_A.weight or lora_down.weight: {listed}"
         raise RefusedObject(what, path=checkpoint.path, hint="the base comes first, then adapters")
-    is_peft = any(key.startswith(PEFT_PREFIX) for key in tensors)
     modules: dict[str, Parts] = {}
     whole: dict[str, TensorRef] = {}
     keys: dict[str, dict[str, str]] = {}
@@ -244,7 +253,6 @@ _NOT_MERGED = (
     "monteclora_config",
     "kasa_config",
     "velora_config",
-    "trainable_token_indices",
 )
 
 # Of `init_lora_weights`, what leaves the base as it is: with others, such as `pissa`, peft changes
@@ -329,7 +337,23 @@ def _read(given: Mapping[str, Any]) -> Config:
         is_rounded=kind == "LORA" and start == "mica",
         parameters=_names(given, "target_parameters"),
         whole_modules=_names(given, "modules_to_save"),
+        tokens=_tokens(given.get("trainable_token_indices")),
     )
+
+
+def _tokens(given: Any) -> dict[str, tuple[int, ...]]:
+    """The rows that are trained, by the ends of the names of embeddings: a list is for any."""
+    by_name = given or {}
+    if isinstance(by_name, list):
+        by_name = {"": by_name}
+    if not isinstance(by_name, dict) or not all(map(_are_rows, by_name.values())):
+        what = f"says trainable_token_indices {printable(given)}, which are not numbers of rows"
+        raise MalformedCheckpoint(what)
+    return {name: tuple(rows) for name, rows in by_name.items()}
+
+
+def _are_rows(given: Any) -> bool:
+    return isinstance(given, list) and all(type(row) is int and row >= 0 for row in given)
 
 
 def _size(given: Mapping[str, Any], name: str) -> int:

@@ -387,10 +387,29 @@ def with_changed_rows(
         ref = rows(weight, first, count)
         if part in parts:
             ref = changed(ref, parts[part], key)
-        pieces += [
-            piece._replace(start=(piece.start[0] + first, *piece.start[1:])) for piece in ref.pieces
-        ]
+        pieces += _below(ref, first)
         start, part = first + count, part + 1
+    return weight._replace(stride=contiguous_stride(weight.shape), pieces=tuple(pieces))
+
+
+def _below(ref: TensorRef, first: int) -> list[Piece]:
+    """The pieces of rows that begin with this row of a whole."""
+    return [
+        piece._replace(start=(piece.start[0] + first, *piece.start[1:])) for piece in ref.pieces
+    ]
+
+
+def with_replaced_rows(weight: TensorRef, values: TensorRef, numbers: Sequence[int]) -> TensorRef:
+    """A weight with the rows `values` in the places of those of these numbers, of its type."""
+    pieces: list[Piece] = []
+    at = 0
+    for row, place in sorted(zip(numbers, range(len(numbers)), strict=True)):
+        if row > at:
+            pieces += _below(rows(weight, at, row - at), at)
+        pieces += _below(rows(values, place, 1), row)
+        at = row + 1
+    if at < weight.shape[0]:
+        pieces += _below(rows(weight, at, weight.shape[0] - at), at)
     return weight._replace(stride=contiguous_stride(weight.shape), pieces=tuple(pieces))
 
 

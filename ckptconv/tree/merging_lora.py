@@ -46,6 +46,7 @@ from ckptconv.tree.lora_deltas import (
     rows_in,
     whole_change,
     with_changed_rows,
+    with_replaced_rows,
 )
 from ckptconv.tree.lora_names import Names, Place, Places, found_modules
 from ckptconv.tree.walk import tensor_of
@@ -265,21 +266,21 @@ class _Merging:
             # something may be added to it: peft saves a head that it adapts too (`base_layer`)
             self._replace(name, ref, key)
 
-    def _replace(self, name: str, ref: TensorRef, key: str) -> None:
+    def _replace(self, name: str, ref: TensorRef, key: str, what: str = "replaced") -> None:
         """Put a tensor that the adapter holds as `key` in the place of one of the base."""
         base = self._base
         if name in base.changes or name in base.whole:
-            what = f"takes the place of {printable(name)}, which another adapter changes"
-            raise KeyConflict(what, where=key, hint="merge them one after another")
+            problem = f"takes the place of {printable(name)}, which another adapter changes"
+            raise KeyConflict(problem, where=key, hint="merge them one after another")
         before = base.tensors[name]
         if before.shape != ref.shape:
-            what = f"is {list(ref.shape)}, and {list(before.shape)} in the base"
-            raise KeyMismatch(what, where=key)
+            problem = f"is {list(ref.shape)}, and {list(before.shape)} in the base"
+            raise KeyMismatch(problem, where=key)
         if not (before.dtype.is_floating and ref.dtype.is_floating):
-            what = f"is {ref.dtype.name}, and {before.dtype.name} in the base"
-            raise KeyMismatch(what, where=key, hint="add --dequantize")
+            problem = f"is {ref.dtype.name}, and {before.dtype.name} in the base"
+            raise KeyMismatch(problem, where=key, hint="add --dequantize")
         base.whole[name] = kept_type(ref, before.dtype)
-        self._told[f"replaced: {starred(name)}"] += 1
+        self._told[f"{what}: {starred(name)}"] += 1
 
     def _refuse_twice(self, name: str, key: str) -> None:
         if name in self._owners:
@@ -357,7 +358,9 @@ class _Merging:
     def _merge(self, module: str, place: Place, parts: Parts) -> None:
         target, part, first = place.module, place.part, self._adapter.first_key(module)
         own = {role: parts[role] for role in parts if role not in ("bias", "bias_diff", "weight")}
-        if "weight" in parts:
+        if "tokens" in parts:
+            self._merge_rows(module, place, parts)
+        elif "weight" in parts:
             self._merge_whole(module, place, own)
         elif own.keys() - {"alpha"}:
             weight = self._weight(place, first)
@@ -387,6 +390,26 @@ class _Merging:
         self._weight(place, key)
         self._refuse_twice(place.key, key)
         self._replace(place.key, self._adapter.modules[module]["weight"], key)
+
+    def _merge_rows(self, module: str, place: Place, parts: Parts) -> None:
+        """Rows of an embedding that the adapter has trained, in the places of those of the base."""
+        ref, key = parts["tokens"], self._adapter.keys[module]["tokens"]
+        config, name = self._adapter.config_of(module)
+        numbers = config.rows_of(name)
+        if numbers is None or len(set(numbers)) < len(numbers):
+            what = "is for rows that trainable_token_indices of the config does not tell"
+            raise RefusedObject(what, where=key, hint="merge it with peft")
+        weight = self._weight(place, key)
+        count, *columns = weight.shape or (0,)
+        if len(parts) > 1 or place.part is not None:
+            what = "replaces rows of a weight, of which other parts change something"
+            raise RefusedObject(what, where=key, hint="merge it with peft")
+        if ref.shape != (len(numbers), *columns) or max(numbers, default=0) >= count:
+            what = f"is {list(ref.shape)}, which does not fit {len(numbers)} rows of "
+            raise KeyMismatch(f"{what}{list(weight.shape)} in the base", where=key)
+        self._refuse_twice(place.key, key)
+        made = with_replaced_rows(weight, kept_type(ref, weight.dtype), numbers)
+        self._replace(place.key, made, key, f"{count_text(len(numbers), 'row')} replaced")
 
     def _missing(self, key: str, target: str, first: str) -> CheckpointError:
         """Why a module of the base has no weight that something could be added to."""

@@ -86,7 +86,7 @@ def saved(folder: Path, made: Any, config: Any, dtype: torch.dtype) -> Tensors:
                 parameter.copy_(torch.randn(parameter.shape, generator=chance) * 0.2)
             if "magnitude" in name:
                 parameter.copy_(torch.rand(parameter.shape, generator=chance) + 0.5)
-            if "modules_to_save" in name:
+            if "modules_to_save" in name or "trainable_tokens" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=chance))
     model.to(dtype)
     model.save_pretrained(folder / "adapter")
@@ -147,6 +147,7 @@ CASES = {
         "bias": "all",
         "modules_to_save": ["head", "norm"],
     },
+    "rows": {"target_modules": ["wide"], "r": 3, "trainable_token_indices": {"embed": [7, 2, 3]}},
     "mica": {"target_modules": ["wide", "embed"], "r": 3, "init_lora_weights": "mica"},
 }
 

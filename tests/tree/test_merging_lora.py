@@ -446,6 +446,40 @@ def test_with_another_type_nothing_is_rounded_to_that_of_the_base(tmp_path, dtyp
     assert torch.equal(found["head.weight"], head.to(dtype))
 
 
+@pytest.mark.parametrize("told", [[8, 0, 4], {"embed": [8, 0, 4]}])
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_rows_that_were_trained_take_the_places_of_those_of_the_base(tmp_path, told, dtype):
+    """`trainable_token_indices` of peft 0.21: an index_copy in the type of the base."""
+    weight, values = torch.randn(9, 8).bfloat16(), torch.randn(3, 8)
+    tensors = {"model.embed.weight": weight, f"{Q}.weight": torch.zeros(12, 8)}
+    save_file(tensors, tmp_path / "base.safetensors")
+    rows = {f"{PEFT}model.embed.token_adapter.trainable_tokens_delta": values}
+    adapter = of_peft(tmp_path, factors(PEFT + Q) | rows, trainable_token_indices=told)
+    found = merged(tmp_path, adapter, dtype=dtype)["model.embed.weight"]
+    wide = weight.to(dtype or torch.bfloat16)
+    assert torch.equal(found, wide.index_copy(0, torch.tensor([8, 0, 4]), values.to(wide.dtype)))
+
+
+@pytest.mark.parametrize(
+    ("told", "error", "words"),
+    [
+        ([8, 0], KeyMismatch, r"is \[3, 8\], which does not fit 2 rows of \[9, 8\]"),
+        ([1, 2, 9], KeyMismatch, "does not fit 3 rows"),
+        ([1, 2, 2], RefusedObject, "does not tell"),
+        ({"other": [1, 2, 3]}, RefusedObject, "does not tell"),
+        (None, RefusedObject, "does not tell"),
+        ([1, 2, -1], MalformedCheckpoint, "not numbers of rows"),
+        ({"lm_head": 3}, MalformedCheckpoint, "not numbers of rows"),
+        ("all", MalformedCheckpoint, "not numbers of rows"),
+    ],
+)
+def test_rows_of_which_the_config_does_not_tell_are_refused(base, told, error, words):
+    folder, _ = base
+    given = {f"{PEFT}lm_head.token_adapter.trainable_tokens_delta": torch.randn(3, 8)}
+    with pytest.raises(error, match=words):
+        merged(folder, of_peft(folder, given, trainable_token_indices=told))
+
+
 def test_it_is_an_edit_for_every_reader(base):
     folder, _ = base
     adapter = of_peft(folder, factors(PEFT + Q))
@@ -510,6 +544,10 @@ NEEDED = {
     "vera": (factors(PEFT + Q), {"peft_type": "VERA"}, RefusedObject, "peft_type VERA"),
     "pissa": (factors(PEFT + Q), {"init_lora_weights": "pissa"}, RefusedObject, "changes the base"),
     "qalora": (factors(PEFT + Q), {"use_qalora": True}, RefusedObject, "not merged here"),
+    "ia3": (
+        {f"{PEFT}{Q}.ia3_l": torch.ones(12, 1)}, {"peft_type": "IA3"},
+        RefusedObject, "peft_type IA3",
+    ),
     "attention": (
         factors(PEFT + Q) | factors(f"{PEFT}attn.base_layer.out_proj"), {},
         RefusedObject, "is of nn.MultiheadAttention",
