@@ -22,7 +22,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 COMPARED = {
@@ -134,25 +136,28 @@ def sample(root: Path, folders: list[str], count: int, seed: int) -> list[Mutant
     return [mutant(root, path, number) for path, number in sorted(drawn)]
 
 
+def rows(data: Path) -> list[tuple[str, str, bytes]]:
+    """What coverage kept: a file, a test, and a bit for each line."""
+    asked = """select path, context, numbits from line_bits
+        join file on file.id = file_id join context on context.id = context_id"""
+    with closing(sqlite3.connect(data)) as base:
+        return base.execute(asked).fetchall()
+
+
 def tests_of(data: Path, root: Path) -> dict[tuple[str, int], set[str]]:
     """The tests that run each line, out of the data of coverage. What is run once, when a module
     is imported, may tell all tests that run a line of that module.
     """
     found: dict[tuple[str, int], set[str]] = {}
     imported = set()
-    with sqlite3.connect(data) as base:
-        paths = dict(base.execute("select id, path from file"))
-        contexts = dict(base.execute("select id, context from context"))
-        for file, context, bits in base.execute(
-            "select file_id, context_id, numbits from line_bits"
-        ):
-            path, test = os.path.relpath(paths[file], root), contexts[context]
-            for at, byte in enumerate(bits):
-                for bit in range(8):
-                    if byte >> bit & 1 and test:
-                        found.setdefault((path, at * 8 + bit), set()).add(test)
-                    elif byte >> bit & 1:
-                        imported.add((path, at * 8 + bit))
+    for file, test, bits in chain.from_iterable(map(rows, data.parent.glob(f"{data.name}*"))):
+        path = os.path.relpath(file, root)
+        for at, byte in enumerate(bits):
+            for bit in range(8):
+                if byte >> bit & 1 and test:
+                    found.setdefault((path, at * 8 + bit), set()).add(test)
+                elif byte >> bit & 1:
+                    imported.add((path, at * 8 + bit))
     of_files: dict[str, set[str]] = {}
     for (path, _), tests in found.items():
         of_files.setdefault(path, set()).update(tests)
@@ -161,11 +166,14 @@ def tests_of(data: Path, root: Path) -> dict[tuple[str, int], set[str]]:
 
 _MEASURED = """
 import sys, coverage, pytest
-data, source, *rest = sys.argv[1:]
+data, source, server, *rest = sys.argv[1:]
 measuring = coverage.Coverage(data_file=None, config_file=False, source=[source])
 class Named:
     def pytest_runtest_protocol(self, item):
         measuring.switch_context(item.nodeid)
+    def pytest_collection_finish(self):
+        from helpers import fork_server
+        fork_server.__file__ = server
 measuring.start()
 pytest.main(rest, [Named()])
 measuring.stop()
@@ -175,22 +183,49 @@ kept.write()
 """
 
 
+# In place of `fork_server`: each run of the program, by the name of its test, to a file of its own.
+# A run may have taken away what is needed to write it, and is not noted then.
+_FORKED = """
+import contextlib, importlib.util, os, sys, uuid, coverage
+data, source, server = {0!r}, {1!r}, {2!r}
+spec = importlib.util.spec_from_file_location("fork_server", server)
+sys.modules["fork_server"] = forked = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(forked)
+run = forked._run
+def measured(before):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    options = dict(data_file=None, config_file=False, source=[source], messages=False)
+    measuring = coverage.Coverage(context=test, **options)
+    measuring.start()
+    try:
+        return run(before)
+    finally:
+        measuring.stop()
+        with contextlib.suppress(Exception):
+            kept = coverage.CoverageData(basename=data + "." + uuid.uuid4().hex)
+            kept.update(measuring.get_data())
+            kept.write()
+            kept.close()
+forked._run = measured
+forked.main()
+"""
+
+
 def measured(root: Path, folder: Path, tests: list[str], marks: str) -> Path:
     """Run the tests once with coverage; the file that says which test runs which line.
 
     A test is named as pytest names it: coverage itself would name the class that an inherited test
     stands in, where pytest finds none, and each mutant would count as found. The data stay in
     memory until the end: some tests are nobody for a while, others have no file descriptors left,
-    and coverage notes what is run then too.
+    and coverage notes what is run then too. Runs of the program in a fork are measured there.
     """
-    data = folder / "coverage"
+    data, source = str(folder / "coverage"), str(root / "ckptconv")
+    server = folder / "measured_server.py"
+    server.write_text(_FORKED.format(data, source, str(root / "tests/helpers/fork_server.py")))
     given = ["-q", "-m", marks, "-p", "no:cacheprovider", "-n", "0", *tests]
-    subprocess.run(
-        [sys.executable, "-c", _MEASURED, str(data), str(root / "ckptconv"), *given],
-        cwd=root,
-        check=False,
-    )
-    return data
+    command = [sys.executable, "-c", _MEASURED, data, source, str(server), *given]
+    subprocess.run(command, cwd=root, check=False)
+    return Path(data)
 
 
 def is_found(item: Mutant, tests: list[str], copies: list[Path], limit: int) -> bool:
