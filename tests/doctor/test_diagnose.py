@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file, save_model
 
 from ckptconv import (
@@ -761,6 +762,29 @@ def test_a_numpy_archive_that_is_refused_is_one_that_numpy_may_load(tmp_path):
     (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:-9] + b"x")
     effect = diagnose(tmp_path / "cut.npz").findings[0].effect
     assert "numpy.load may refuse it too" in effect or "failed finding central" in effect
+
+
+def test_a_file_that_is_cut_may_be_recovered_and_a_folder_may_not(tmp_path):
+    path = saved(tmp_path, {"w": torch.ones(300)})
+    path.write_bytes(path.read_bytes()[:-300])
+    assert "ckptconv recover IN OUT" in found(diagnose(path), "damaged").advice
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    index = tmp_path / "dcp" / ".metadata"
+    index.write_bytes(index.read_bytes()[:-50])
+    assert "recover" not in found(diagnose(tmp_path / "dcp"), "damaged").advice
+
+
+def test_the_classes_of_whole_modules_are_named(tmp_path):
+    one, other = torch.nn.Linear(1, 1), torch.nn.ReLU
+    path = saved(tmp_path, one)
+    what = "holds a whole module (torch.nn.modules.linear.Linear), not its state dict"
+    assert found(diagnose(path), "whole-module").cause == what
+    path = saved(tmp_path, {"a": one, "b": torch.nn.Sequential(torch.nn.Linear(2, 1), other())})
+    cause = found(diagnose(path), "whole-module").cause
+    assert cause.startswith(
+        "holds whole modules (torch.nn.modules.linear.Linear, torch.nn.modules."
+    )
+    assert cause.endswith("), not their state dicts")
 
 
 def test_a_shard_without_its_index_says_what_to_name(tmp_path):

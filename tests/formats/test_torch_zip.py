@@ -492,6 +492,20 @@ def test_deeply_nested_containers_are_written(tmp_path):
     assert_same(oracle.load(convert(deep, tmp_path)), deep)
 
 
+def test_the_directory_and_the_ends_of_an_archive_are_those_that_torch_writes(tmp_path):
+    torch.save({"w": torch.randn(3), "empty": torch.ones(0)}, tmp_path / "a.pt")
+    raw = (tmp_path / "a.pt").read_bytes()
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        payloads = {info.filename: archive.read(info) for info in archive.infolist()}
+        crcs = [info.CRC for info in archive.infolist()]
+    layout = lay_out_records(
+        NewRecord(name, name.encode(), b"", len(payload), payload, UINT8)
+        for name, payload in payloads.items()
+    )
+    assert layout.nbytes == len(raw) and raw.endswith(layout.ending(crcs))
+    assert layout.ending(crcs).startswith(b"PK\1\2")
+
+
 @pytest.mark.parametrize("count", [65_534, 65_535, 65_536])
 def test_the_end_of_an_archive_says_how_many_records_it_has(count):
     """In 16 bits, where these hold it; the zip64 record in front of it always does."""
