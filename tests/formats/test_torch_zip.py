@@ -506,6 +506,15 @@ def test_the_directory_and_the_ends_of_an_archive_are_those_that_torch_writes(tm
     assert layout.ending(crcs).startswith(b"PK\1\2")
 
 
+@pytest.mark.parametrize("sizes", [(3, 5), (5 << 30, 3), (3, 5 << 30), (0xFFFFFFFF,)])
+def test_an_archive_has_the_size_that_was_planned_also_where_it_needs_64_bits(sizes):
+    records = [NewRecord("", b"a", b"", size, b"", UINT8) for size in sizes]
+    layout = lay_out_records(records)
+    ending = layout.ending([0] * len(sizes))
+    size, start = struct.unpack_from("<2Q", ending, ending.rindex(b"PK\6\6") + 40)
+    assert size == ending.rindex(b"PK\6\6") and layout.nbytes == start + len(ending)
+
+
 @pytest.mark.parametrize("count", [65_534, 65_535, 65_536])
 def test_the_end_of_an_archive_says_how_many_records_it_has(count):
     """In 16 bits, where these hold it; the zip64 record in front of it always does."""
