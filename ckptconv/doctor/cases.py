@@ -21,7 +21,7 @@ from ckptconv.io.location import Location
 from ckptconv.keys.fits import Fit, Shapes
 from ckptconv.keys.fitting import fit_keys
 from ckptconv.support.choices import refuse_no_flag, refuse_no_path, refuse_no_text
-from ckptconv.support.errors import CheckpointError, printable
+from ckptconv.support.errors import CheckpointError, DeviceUnavailable, printable
 from ckptconv.support.progress import OnProgress
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.scaled_weights import ScaledWeight, find_scaled
@@ -62,6 +62,10 @@ class DoctorOptions:
             refuse_no_path(like=self.like)
         refuse_no_text(device=self.device, model=self.model, tag=self.tag)
         refuse_no_flag(values=self.values, size=self.size)
+        if self.device == "keep":  # a conversion that keeps the tags fixes nothing
+            raise DeviceUnavailable(
+                "'keep' is not a device to load to", hint="ask for cpu, or auto"
+            )
         tag_map(self.device)
         object.__setattr__(self, "target", key_target(self.like, self.model))
 

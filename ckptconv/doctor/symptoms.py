@@ -120,7 +120,7 @@ def _tags(case: Case) -> Iterator[Symptom]:
             continue
         cause = f"was saved on {printable(tag)} (storages: {count}), which this host does not have"
         yield error("device", cause, words.quoted(words.on_tag(tag, case.host)), Fix())
-    if case.asked.device not in (None, "cpu", "keep", "auto"):
+    if case.asked.device not in (None, "cpu", "auto"):
         try:
             require_device(case.asked.device)
         except DeviceUnavailable as unavailable:

@@ -1055,7 +1055,13 @@ def test_what_a_model_prints_does_not_get_into_the_document(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "asked", [("--model", "nowhere:build"), ("--like", "nowhere.pt"), ("--device", "nowhere")]
+    "asked",
+    [
+        ("--model", "nowhere:build"),
+        ("--like", "nowhere.pt"),
+        ("--device", "nowhere"),
+        ("--device", "keep"),
+    ],
 )
 def test_what_cannot_be_asked_is_not_answered(asked, tmp_path):
     saved(tmp_path, {"w": torch.ones(2)})
