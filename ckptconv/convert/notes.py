@@ -19,6 +19,7 @@ from ckptconv.support.limits import in_force
 from ckptconv.support.text import agreeing, count_text, size_text, some_text
 from ckptconv.tensors.compaction import CastRule, count_parted
 from ckptconv.tensors.refs import Storage, TensorRef
+from ckptconv.tree.candidates import is_random_state
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.labels import LORA_OF_PEFT, offered_prefix, producer_of
 from ckptconv.tree.renaming import RenamedKeys
@@ -266,6 +267,27 @@ def idle_tag_notes(locations: Iterable[tuple[str, str]], tags: TagMap) -> Iterat
     for old, _ in tags.pairs if there else ():
         if old not in there:
             yield f"no storage has the tag {old} of --map-location; they have {some_text([*there])}"
+
+
+def random_state_notes(
+    tensors: Callable[[], Iterator[tuple[str, TensorRef]]], tags: TagMap
+) -> Iterator[str]:
+    """Tell of states of random generators that leave the CPU: `set_rng_state` of torch.cuda too
+    takes them from there alone (torch 2.13).
+    """
+    if not tags.pairs and tags.device in (None, "cpu"):
+        return
+    moved = [
+        printable(path)
+        for path, ref in tensors()
+        if is_random_state(ref, path)
+        and tags(ref.pieces[0].storage.location) not in ("cpu", ref.pieces[0].storage.location)
+    ]
+    if moved:
+        yield (
+            f"{some_text(moved)}: torch takes states of random generators from the CPU alone; "
+            "call .cpu() on what is loaded"
+        )
 
 
 def count_casts(refs: Iterable[TensorRef], cast: CastRule) -> dict[tuple[str, str], int]:

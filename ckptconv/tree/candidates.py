@@ -395,9 +395,12 @@ def _is_random_state(
     return numbered or (type(above) is str and names_generator(above))
 
 
-def is_random_state(node: Node) -> bool:
-    """Whether a tensor without a label is the state of a random generator."""
-    return _is_random_state(None, tensor_of(node), numbered=False)
+def is_random_state(node: Node, path: str = "") -> bool:
+    """Whether a tensor is the state of a random generator: by its form, and by the last label of
+    its path, where there is one.
+    """
+    label = next((name for name in reversed(path.split(".")) if not name.isdigit()), None)
+    return _is_random_state(label or None, tensor_of(node), numbered=False)
 
 
 def _scales_gradients(node: Node) -> bool:

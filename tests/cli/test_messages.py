@@ -96,6 +96,19 @@ def test_a_tag_that_no_storage_has_is_told(room):
     assert done.exit == 0 and "no storage" not in done.err
 
 
+def test_random_states_that_leave_the_cpu_are_told(tmp_path):
+    states = {"cuda": [torch.zeros(16, dtype=torch.uint8)], "rng_state": torch.get_rng_state()}
+    with pytest.raises(TypeError, match="ByteTensor"):
+        torch.set_rng_state(states["rng_state"].to("meta"))
+    torch.save({"model": {"a.w": torch.ones(16, dtype=torch.uint8)}, **states}, tmp_path / "a.pt")
+    told = "note    cuda.0, rng_state: torch takes states of random generators from the CPU alone"
+    for words in (["--device", "cuda:1"], ["--map-location", "cpu=mps"]):
+        assert told in run("convert", "a.pt", "b.pt", "--force", *words, cwd=tmp_path).err
+    for words in ([], ["--device", "cuda:1", "--only", "model"]):
+        done = run("convert", "a.pt", "b.pt", "--force", *words, cwd=tmp_path)
+        assert done.exit == 0 and "random" not in done.err
+
+
 def test_layers_of_one_size_are_one_line(tmp_path):
     layers = [torch.nn.Linear(4, 4) for _ in range(50)]
     layers[20] = torch.nn.Linear(4, 5)
