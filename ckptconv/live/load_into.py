@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import field, fields, replace
 from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -155,12 +155,16 @@ def load_into(
     own = {key: live_shape(value) for key, value in state_dict.items()}
     ties = live_ties(model, target)
     fit = fit_keys(own, target, ties)
-    usable = _usable(state_dict, fit, target)
+    usable, beside = _usable(state_dict, fit, target)
     _carry_metadata(state_dict, usable, fit, model)
+    reshaped = {item.key: state_dict[item.source_key] for item in fit.mismatched}
+    if reshaped and _takes(model, usable, reshaped):
+        usable.update(reshaped)
+        fit = replace(fit, mismatched=())
     # torch raises for what it does not take when it has copied the others
     _refuse_untaken(model, usable, target, path, assign)
     casts = () if assign else tuple(_casts(model, usable, path))
-    result = _result(fit, casts, *_unmet(model, usable, target, fit))
+    result = _result(fit, casts, *_unmet(model, usable, target, fit, beside))
     if strict and not result.fits:
         raise _mismatch(result, fit, path, model)
     cast = {item.key for item in casts}
@@ -345,38 +349,74 @@ def _refuse_codes(source: Named, only: str | None, tag: str | None, cast: Set[st
             raise RefusedObject(what, path=checkpoint.path, where=item.codes, hint=hint)
 
 
-def _usable(state_dict: Mapping[str, Any], fit: Fit, target: Shapes) -> OrderedDict[str, Any]:
-    """The values under the model's keys; unexpected ones under their own, for a module may know
-    them from older days.
+def _usable(
+    state_dict: Mapping[str, Any], fit: Fit, target: Shapes
+) -> tuple[OrderedDict[str, Any], Mapping[str, str]]:
+    """The values under the model's keys, and unexpected ones where they would be in the model, for
+    a module may know them from older days; with the latter names, each with its own.
 
     What was not assigned to a key of the model is not loaded there because it happens to have its
     name.
     """
     wrong = {item.source_key for item in fit.mismatched}
-    names = {**{key: key for key in fit.unexpected if key not in target}, **fit.renames}
+    follow = module_paths(fit.renames)
+    names = {key: _moved(key, follow) for key in fit.unexpected}
+    names = {old: new for old, new in names.items() if not {old, new} & target.keys()}
+    names.update(fit.renames)
     kept = [key for key in state_dict if key in names and key not in wrong]
     usable = OrderedDict((names[key], state_dict[key]) for key in kept)
     usable.update((key, state_dict[old]) for key, old in fit.filled.items())
-    return usable
+    return usable, {new: old for old, new in names.items() if old not in fit.renames}
+
+
+def _moved(key: str, follow: Callable[[str], str]) -> str:
+    """A key in the module that has the path that its own module's became."""
+    path, _, name = key.rpartition(".")
+    return ".".join(filter(None, (follow(path), name)))
+
+
+def _takes(model: torch.nn.Module, usable: Mapping[str, Any], reshaped: Mapping[str, Any]) -> bool:
+    """Whether the model's modules take values of other shapes than theirs, as observers of
+    quantisation do (torch 2.13, `FakeQuantize._load_from_state_dict`).
+    """
+    own = model.state_dict()
+    # of several values for a number torch 2.1 takes the first and says nothing
+    if any(own[key].dim() == 0 and value.numel() != 1 for key, value in reshaped.items()):
+        return False
+    tried = OrderedDict({**usable, **reshaped})
+    return _tried(model, tried) is not None
+
+
+def _tried(model: torch.nn.Module, state_dict: OrderedDict[str, Any]) -> Any:
+    """What `load_state_dict` says of a state dict; None where it raises, or cannot be tried: a
+    module that cannot be copied, or a hook of the user's.
+    """
+    try:
+        with warnings.catch_warnings():  # that nothing is copied is the point
+            warnings.simplefilter("ignore")
+            return _skeleton(model).load_state_dict(state_dict, strict=False)
+    except Exception:
+        return None
 
 
 def _unmet(
-    model: torch.nn.Module, usable: Mapping[str, Any], target: Shapes, fit: Fit
+    model: torch.nn.Module,
+    usable: OrderedDict[str, Any],
+    target: Shapes,
+    fit: Fit,
+    beside: Mapping[str, str],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The missing and unexpected keys as the model's modules see them: some fill in or rename."""
     missing, unexpected = fit.missing, fit.unexpected
     if not missing and not unexpected:
         return missing, unexpected
-    try:
-        with warnings.catch_warnings():  # that nothing is copied is the point
-            warnings.simplefilter("ignore")
-            seen = _skeleton(model).load_state_dict(usable, strict=False)
-    except Exception:
-        # a module that cannot be copied, or a hook of the user's: the plain comparison stands
+    seen = _tried(model, usable)
+    if seen is None:  # the plain comparison stands
         return missing, unexpected
     wrong = {item.key for item in fit.mismatched}
     missing = tuple(key for key in seen.missing_keys if key not in wrong)
-    return missing, (*seen.unexpected_keys, *(key for key in unexpected if key in target))
+    unmet = (beside.get(key, key) for key in seen.unexpected_keys)
+    return missing, (*unmet, *(key for key in unexpected if key in target))
 
 
 def _skeleton(model: torch.nn.Module) -> torch.nn.Module:

@@ -280,3 +280,52 @@ def test_a_model_whose_keys_differ_in_a_wrapper_alone_is_loaded(tmp_path):
     source, model = nn.Sequential(Both()), nn.Sequential(Both())
     assert load_into(model, saved(tmp_path / "a.pt", source.state_dict())).fits
     assert all(map(torch.equal, model.parameters(), source.parameters()))
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, nn.DataParallel, recomputed])
+def test_shapes_that_a_module_takes_are_no_hindrance(wrap, tmp_path):
+    def observed() -> nn.Module:
+        return nn.Sequential(torch.ao.quantization.PerChannelMinMaxObserver())
+
+    source, model, by_torch = observed(), observed(), observed()
+    source(torch.tensor([[1.0, 2.0], [3.0, 5.0]]))
+    values = source.state_dict()
+    by_torch.load_state_dict(values)
+    assert load_into(wrap(model), saved(tmp_path / "a.pt", values)).fits
+    assert all(map(torch.equal, model.state_dict().values(), by_torch.state_dict().values()))
+    assert not torch.equal(values["0.min_val"], observed().state_dict()["0.min_val"])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_number_is_not_the_first_of_several_values(count, tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.shift = (
+                nn.Parameter(torch.tensor(0.0)),
+                nn.Parameter(torch.tensor(0.0)),
+            )
+
+    values = {"scale": torch.arange(3.0, 3.0 + count), "shift": torch.tensor(2.0)}
+    path, model = saved(tmp_path / "a.pt", values), Scaled()
+    if count == 1:  # as torch 0.3 saved a number
+        Scaled().load_state_dict(values)
+        assert load_into(model, path).fits
+        assert [model.scale.item(), model.shift.item()] == [3, 2]
+    else:
+        with pytest.raises(KeyMismatch, match=r"scale is \[2\], the model has \[\]"):
+            load_into(model, path)
+        assert [model.scale.item(), model.shift.item()] == [0, 0]
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, nn.DataParallel])
+def test_keys_of_older_days_are_known_to_a_module_that_is_wrapped(wrap, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        old = nn.Sequential(nn.Linear(2, 3), nn.utils.weight_norm(nn.Linear(3, 2)))
+    model = nn.Sequential(nn.Linear(2, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
+    assert load_into(wrap(model), saved(tmp_path / "a.pt", old.state_dict())).fits
+    assert torch.equal(model(torch.ones(1, 2)), old(torch.ones(1, 2)))
+    other = {**old.state_dict(), "1.more": torch.ones(1)}
+    with pytest.raises(KeyMismatch, match=r"1 unexpected \(1\.more\)"):
+        load_into(wrap(model), saved(tmp_path / "a.pt", other))
