@@ -210,12 +210,12 @@ class _Run:
             return task
         key = self._keys[number]
         known = self._known.receipts.get(key)
-        made = None if known is None else known.made
+        made = self._known.made.get(key)
         is_there = made is not None and _by_now(made) == made
-        if key in self._known.started:
-            # what is there is of an earlier run, or of the one that did not end
-            again = replace(job, force=True) if is_there else job
-            return replace(task, job=again, resumed=True)
+        if is_there:  # it is of this batch, which may put another one in its place
+            job = replace(job, force=True)
+        if key in self._known.started:  # it may also be of the run that did not end
+            return replace(task, job=job, resumed=True)
         if known is None:
             return task
         is_same = known.fingerprint != "" and known.fingerprint == _known_as(job)
@@ -224,9 +224,9 @@ class _Run:
         if known.state == "failed":
             if is_same and not self._wanted.retry_failed:
                 return replace(known, earlier=True)
-            return replace(task, resumed=True)
+            return replace(task, job=job, resumed=True)
         if not is_same:  # made anew, in the place of what was made of the other
-            return replace(task, job=replace(job, force=True)) if is_there else task
+            return replace(task, job=job)
         if is_there and not (job.verify and known.verified is None and not known.found):
             return replace(known, earlier=True)
         return replace(task, resumed=True)

@@ -20,7 +20,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ckptconv.batch.receipts import Receipt, receipt_of
+from ckptconv.batch.receipts import Receipt, Stamps, receipt_of
 from ckptconv.io.appended import AppendedLines, lines_of
 from ckptconv.support.errors import MalformedCheckpoint
 from ckptconv.support.records import dataclass
@@ -36,12 +36,14 @@ _SYNC_EVERY = 1.0
 class Known:
     """What a ledger tells: of each output the last receipt, and the outputs that were begun since.
 
-    `runs` counts the runs; `jobs` is the number of jobs of the last run (None: not said), `other`
-    are the outputs that are not of it, `begun` and `last` the times of the first and the last line,
-    in seconds since 1970.
+    `made` are the files of each output that were made last, which a later failure leaves where they
+    are. `runs` counts the runs; `jobs` is the number of jobs of the last run (None: not said),
+    `other` are the outputs that are not of it, `begun` and `last` the times of the first and the
+    last line, in seconds since 1970.
     """
 
     receipts: dict[str, Receipt] = field(default_factory=dict)
+    made: dict[str, Stamps] = field(default_factory=dict)
     started: set[str] = field(default_factory=set)
     runs: int = 0
     jobs: int | None = None
@@ -96,9 +98,12 @@ def _take(known: Known, line: dict[str, Any]) -> None:
         known.started.add(output)
         return
     try:
-        known.receipts[output] = receipt_of(line)
+        receipt = receipt_of(line)
     except (TypeError, ValueError):  # of another version, or forged
         return
+    known.receipts[output] = receipt
+    if receipt.made is not None:
+        known.made[output] = receipt.made
     known.started.discard(output)
 
 

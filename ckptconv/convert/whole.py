@@ -14,6 +14,7 @@ from ckptconv.convert.job import Job
 from ckptconv.convert.plan import ConversionPlan, PlannedFile
 from ckptconv.convert.verify import verify_folder
 from ckptconv.convert.write import Tally, write_layout
+from ckptconv.io.files import compared
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
 from ckptconv.io.source import Source
@@ -42,7 +43,7 @@ class Standing:
 def standing(job: Job) -> Standing:
     """Whether the output of a job is there, byte for byte as it would be written."""
     begin = time.perf_counter()
-    with held(job.limits):
+    with held(job.limits), compared():
         request = job.request()
         with job.planned(request) as plan:
             kind = _folder_kind(plan) if plan.target.is_made_by_torch else _files_kind(plan)

@@ -219,6 +219,14 @@ def one_run() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def compared() -> Iterator[None]:
+    """What is read in the block is not an input of the run: it is an output, to be replaced."""
+    apart: dict[tuple[int, int] | str, PurePath] = {}
+    with set_within(_INPUTS, apart):
+        yield
+
+
 def refuse_inputs(outputs: Iterable[PurePath], replaced: Iterable[Source] = ()) -> None:
     """Raise `OutputRefused` where an output is, or is a folder around, a file that this run has
     read: a checkpoint, a part of one, rules, a list of keys. `replaced` are the sources whose place

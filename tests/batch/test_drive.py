@@ -28,6 +28,7 @@ from ckptconv.batch import drive
 from ckptconv.batch.identity import fingerprint
 from ckptconv.convert.execute import ConversionResult
 from ckptconv.io.appended import AppendedLines
+from ckptconv.io.files import one_run
 from ckptconv.support import platforms
 from ckptconv.support.errors import RemoteFailure
 from ckptconv.support.progress import OnProgress
@@ -175,7 +176,8 @@ def test_what_is_made_anew_and_was_begun_replaces_what_was_made_before(room):
         for number in range(4):
             key = str((room / f"out/{number}.safetensors").absolute())
             file.write(json.dumps({"state": "started", "key": key}) + "\n")
-    assert ran(jobs_in(room, dtype="bf16"), ledger=report) == [DONE] * 4
+    with one_run():  # as the command is: the outputs that are looked at are no inputs of it
+        assert ran(jobs_in(room, dtype="bf16"), ledger=report) == [DONE] * 4
     assert load_file(room / "out/0.safetensors")["a.weight"].dtype is torch.bfloat16
 
 
@@ -234,6 +236,22 @@ def test_what_failed_is_told_again_and_tried_again_only_when_asked(room):
     assert again == [EARLIER, ("failed", False), EARLIER, EARLIER]
     checkpoint(room / "1.pt", 1)  # now it is another one
     assert ran(jobs_in(room), ledger=report) == [EARLIER, DONE, EARLIER, EARLIER]
+
+
+@pytest.mark.parametrize("retry_failed", [True, False])
+def test_what_was_made_before_a_failure_is_replaced(retry_failed, room):
+    """The trainer was writing the file when the second run read it."""
+    report = room / "r.jsonl"
+    ran(jobs_in(room), ledger=report)
+    expected = checkpoint(room / "1.pt", 7)
+    raw = (room / "1.pt").read_bytes()
+    (room / "1.pt").write_bytes(raw[:-100])
+    assert ran(jobs_in(room), ledger=report) == [EARLIER, ("failed", False), EARLIER, EARLIER]
+    (room / "1.pt").write_bytes(raw)
+    given = {"ledger": report, "retry_failed": retry_failed}
+    assert ran(jobs_in(room), **given) == [EARLIER, DONE, EARLIER, EARLIER]
+    found = load_file(room / "out/1.safetensors")
+    assert torch.equal(found["a.weight"], expected["a.weight"])
 
 
 def test_of_many_failures_the_first_are_told_and_the_others_counted(tmp_path):
