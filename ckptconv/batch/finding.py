@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from ckptconv.formats.hf_names import is_weights_name, named_like
 from ckptconv.formats.registry import is_empty_loss, is_gathering, lacks_metadata, open_by_index
 from ckptconv.formats.target_format import target_named
 from ckptconv.io.location import Kind, Location
+from ckptconv.io.places import place_of
 from ckptconv.support.errors import (
     BatchRefused,
     CheckpointError,
@@ -193,13 +194,18 @@ def _says_checkpoint(*endings: str) -> bool:
 
 
 def jobs_below(
-    roots: Sequence[Location], out_dir: Location, common: Job, passed: list[Passed]
+    roots: Sequence[Location],
+    out_dir: Location,
+    common: Job,
+    passed: list[Passed],
+    outputs_known: Callable[[], Collection[str]] = frozenset,
 ) -> list[Job]:
     """A job for each checkpoint below `roots`, with its output at the same place below `out_dir`.
 
     Of several roots each has a folder of its own name there. Where two checkpoints would have one
     output (``a.pt`` and ``a.pth``), each is named after the whole name of its source. `passed` gets
-    what is passed over.
+    what is passed over. `outputs_known` are those of earlier runs, which lie among the sources
+    where `out_dir` is a root, or around one.
     """
     options = common.options
     assert isinstance(options, Options)
@@ -212,13 +218,19 @@ def jobs_below(
         )
     named: list[tuple[Location, PurePosixPath]] = []
     inside = real_name(out_dir)
+    is_around = any(PurePath(real_name(root)).is_relative_to(inside) for root in roots)
+    known = {real_name(place_of(one)) for one in outputs_known()} if is_around else set()
     for root in roots:
         leave = partial(_is_at, PurePath(inside).name, inside)
         found = find_checkpoints(root, leave, with_files=options.with_files)
         passed += found.passed
         is_apart = len(roots) > 1 and root.is_folder()
         before = PurePosixPath(_name_of(root) if is_apart else "")
-        named += ((place, before / below) for place, below in found.checkpoints)
+        for place, below in found.checkpoints:
+            if _is_in(known, place):
+                passed.append(Passed(str(place.path), "is an output of this batch"))
+            else:
+                named.append((place, before / below))
     outputs = [_output_of(*one, out_dir, options) for one in named]
     taken = Counter(map(str, outputs))
     return [
@@ -238,6 +250,16 @@ def jobs_below(
 def _is_at(name: str, real: str, place: Location) -> bool:
     # by name first: to follow links costs several calls of the system for each folder
     return place.name == name and real_name(place) == real
+
+
+def _is_in(outputs: Collection[str], place: Location) -> bool:
+    """Whether a place is an output, or lies in one."""
+    name = real_name(place) if outputs else ""
+    while name:
+        if name in outputs:
+            return True
+        name = name.rpartition("/")[0]
+    return False
 
 
 def _name_of(place: Location) -> str:

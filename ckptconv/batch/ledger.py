@@ -51,6 +51,11 @@ class Known:
     last: float | None = None
     other: frozenset[str] = frozenset()
 
+    @property
+    def outputs(self) -> set[str]:
+        """The outputs that are there, or may be there."""
+        return {*self.receipts, *self.started}
+
 
 def read_ledger(path: Path) -> Known:
     """What a ledger tells; nothing where there is none.
@@ -121,7 +126,7 @@ class Ledger:
     def begin(self, keys: Iterable[str], told: Mapping[str, Any]) -> None:
         """A run begins, of jobs with these outputs."""
         mine = set(keys)
-        other = sorted({*self.known.receipts, *self.known.started} - mine)
+        other = sorted(self.known.outputs - mine)
         line = {"batch": VERSION, "jobs": len(mine), **told, "time": time.time()}
         self._append([line | ({"other": other} if other else {})], sync=True)
 

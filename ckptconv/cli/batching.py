@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -115,8 +116,9 @@ def batch(paths: tuple[Any, ...], keys: str, **given: Any) -> None:
         share, part = _share(given["share"])
     passed: list[Passed] = []
     with terminal.errors_shown(as_json, code=2), problems_shown(as_json):
-        listed = _listed(paths, given["out_dir"], common, passed)
-        ledger = _ledger_of(paths, given, part)
+        ledger_of = partial(_ledger_of, paths, given, part)
+        listed = _listed(paths, given["out_dir"], common, passed, ledger_of)
+        ledger = ledger_of()
         jobs, refused = listed.jobs[share], None
         checked: Sequence[Checked] = ()
         try:
@@ -188,10 +190,15 @@ def _share(text: str | None) -> tuple[slice, str]:
 
 
 def _listed(
-    paths: tuple[Any, ...], out_dir: Path | None, common: Job, passed: list[Passed]
+    paths: tuple[Any, ...],
+    out_dir: Path | None,
+    common: Job,
+    passed: list[Passed],
+    ledger_of: Callable[[], Path],
 ) -> ListedJobs:
     """The jobs that the paths say: lines of manifests, or what lies below folders."""
     from ckptconv.batch.finding import jobs_below
+    from ckptconv.batch.ledger import read_ledger
     from ckptconv.batch.manifest import ListedJobs, read_manifest
 
     manifests = [path for path in paths if str(path).endswith(".jsonl")]
@@ -216,7 +223,9 @@ def _listed(
             "--out-dir is missing", hint="say where the outputs go: --out-dir portable/"
         )
     roots = [place_of(path) for path in paths]
-    jobs = jobs_below(roots, place_of(out_dir), common, passed)
+    jobs = jobs_below(
+        roots, place_of(out_dir), common, passed, lambda: read_ledger(ledger_of()).outputs
+    )
     return ListedJobs(tuple(jobs), tuple(str(job.source) for job in jobs))
 
 

@@ -258,6 +258,21 @@ def test_outputs_are_not_taken_for_sources_by_another_name(room):
     assert again.exit == 0 and "2 of 2 done, 2 in an earlier run" in again.err
 
 
+@pytest.mark.parametrize("out", ["runs", ".", "runs/b/.."])
+@pytest.mark.parametrize("more", [(), ("--max-shard-size", "1kB")], ids=["files", "sets"])
+def test_outputs_beside_their_sources_are_not_sources_of_the_next_run(more, out, room):
+    shutil.move(room / "runs/a.pt", room / "runs/a.bin")  # the set of it is a folder
+    shutil.move(room / "runs/b/tied.pt", room / "runs/b/tied.bin")
+    words = ("batch", "runs", "--out-dir", out, "--to", "safetensors", *more)
+    assert run(*words, "--engine", "serial", cwd=room).exit == 0
+    before = {path for path in room.rglob("*") if path.is_file()}
+    again = run(*words, "--engine", "serial", cwd=room)
+    assert (again.exit, "2 of 2 done, 2 in an earlier run" in again.err) == (0, True), again.err
+    assert {path for path in room.rglob("*") if path.is_file()} == before
+    told = again.err.count("is an output of this batch")
+    assert told == (0 if out == "." else 2)
+
+
 def test_a_report_whose_first_line_was_cut_off_is_gone_on_with(room):
     (room / "out").mkdir()
     for begun in ('{"batch": 1, "jo', '{"ba', ""):
