@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ckptconv.keys.key_map import STRIP, map_keys
 from ckptconv.objects.encodings import holds_tensors
+from ckptconv.objects.plain import tensor_form
 from ckptconv.support.errors import (
     KeyConflict,
     KeyMismatch,
@@ -75,7 +76,9 @@ def _tensors(
             tensors[key] = ref
         elif holds_tensors(node):
             what = "is not a plain tensor, which is all that a delta knows"
-            hint = "convert both to safetensors first"
+            hint = "publish NEW as a whole"
+            if tensor_form(node) is not None:  # an array of numpy, which is one in safetensors
+                hint = "convert both to safetensors first"
             raise RefusedObject(what, path=checkpoint.path, where=key, hint=hint)
         else:
             beside.append(key)

@@ -15,6 +15,7 @@ from ckptconv import (
     OutputRefused,
     RefusedObject,
     apply_deltas,
+    convert_checkpoint,
     delta_checkpoints,
     load_portable,
 )
@@ -94,11 +95,24 @@ def test_names_that_part_are_refused(room):
         delta_checkpoints(room / "base.pt", room / "new.pt", room / "d")
 
 
-def test_what_is_no_plain_tensor_is_refused(room):
-    odd = trained(0) | {"sparse": torch.eye(3).to_sparse()}
-    torch.save(odd, room / "base.pt")
-    with pytest.raises(RefusedObject, match="sparse: is not a plain tensor"):
+@pytest.mark.parametrize(
+    ("odd", "hint"),
+    [
+        (torch.eye(3).to_sparse(), "publish NEW as a whole"),  # safetensors has only its parts
+        (np.arange(3.0), "convert both to safetensors first"),
+    ],
+    ids=["sparse", "array"],
+)
+def test_what_is_no_plain_tensor_is_refused(odd, hint, room):
+    torch.save(trained(0) | {"odd": odd}, room / "base.pt")
+    torch.save(trained(1) | {"odd": odd}, room / "new.pt")
+    with pytest.raises(RefusedObject, match=f"odd: is not a plain tensor.*; {hint}"):
         delta_checkpoints(room / "base.pt", room / "new.pt", room / "d")
+    if isinstance(odd, np.ndarray):  # then the hint is right
+        plain = [room / f"{name}_plain.safetensors" for name in ("base", "new")]
+        for source, output in zip((room / "base.pt", room / "new.pt"), plain, strict=True):
+            convert_checkpoint(source, output)
+        assert delta_checkpoints(*plain, room / "d").tensors == 6
 
 
 def test_a_delta_goes_to_a_store_and_comes_from_it(room, bucket):  # noqa: F811
