@@ -384,7 +384,10 @@ def length_of(headers: Headers) -> int | None:
 def seen(size: int, headers: Headers) -> Seen:
     """The version of a file that is `size` bytes long."""
     tag = headers.get("ETag", "").strip()
-    return Seen(size, tag or headers.get("Last-Modified", "").strip(), is_strong(tag))
+    if is_strong(tag):
+        return Seen(size, tag, True)
+    # files of other bytes may have one weak tag
+    return Seen(size, f"{tag} {headers.get('Last-Modified', '').strip()}".strip(), False)
 
 
 def is_strong(tag: str) -> bool:
