@@ -164,10 +164,13 @@ def _rule(given: tuple[str, str] | Mapping[str, Any] | Rule) -> Rule:
         from ckptconv.keys.tensor_rules import tensor_rule  # seldom needed
 
         return tensor_rule(given)
-    if not is_pair(given):
+    pair = given
+    if isinstance(given, list):  # as JSON has it, in a line of a manifest
+        pair = tuple(given)
+    if not is_pair(pair):
         what = f"{given!r:.100} is not a rule"
         raise KeyConflict(what, hint="write it as ('rename', 'OLD=NEW')")
-    return parse_rule(*given)
+    return parse_rule(*pair)
 
 
 def parse_rule(word: str, text: str) -> Rule:
