@@ -351,6 +351,14 @@ def test_a_llama_of_meta_and_a_key_that_is_none_of_its_own(tmp_path):
         )
 
 
+def test_the_buffer_of_positions_of_torchtitan_is_left_out(tmp_path):
+    """Its earlier releases saved it, by `register_buffer("freqs_cis", ..., persistent=True)`."""
+    tensors = {"norm.weight": torch.ones(4), "freqs_cis": torch.ones(8, 2, dtype=torch.complex64)}
+    torch.save(tensors, tmp_path / "titan.pt")
+    rules = KeyRules.of([("preset", "torchtitan-llama3:4,2")])
+    assert {*load_portable(tmp_path / "titan.pt", keys=rules)} == {"model.norm.weight"}
+
+
 def test_a_number_of_heads_beyond_any_number_is_refused(tmp_path):
     told = {"general.architecture": "llama", "llama.attention.head_count": "7" * 5000}
     save_file({"blk.0.attn_q.weight": torch.ones(4, 4)}, tmp_path / "in.safetensors", told)
