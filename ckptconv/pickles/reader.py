@@ -422,7 +422,7 @@ class PickleReader(NodeMaker):
         elif op == 0x49 and text in (b"00", b"01"):  # INT, the booleans of protocols 0 and 1
             stack.append(text == b"01")
         elif op in (0x49, 0x4C):  # INT, LONG
-            digits = text.strip().lstrip(b"+-")
+            digits = text.strip().lstrip(b"+-").rstrip(b"L")
             if len(digits) > 1 and digits[0] == 0x30:  # octal to some readers, an error to others
                 raise self._malformed("has a number that begins with 0")
             stack.append(int(text.rstrip(b"L")))

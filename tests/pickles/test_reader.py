@@ -20,7 +20,7 @@ from ckptconv.pickles import reader as unpickling
 from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, PersistentId, mapping_pairs
 from ckptconv.pickles.opcodes import read_pickles
 from ckptconv.pickles.reader import read_pickle
-from ckptconv.pickles.writer import write_pickle
+from ckptconv.pickles.writer import integer, write_pickle
 from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
 from helpers.examples import some
 
@@ -255,11 +255,48 @@ def test_ten_thousand_items_in_batches():
         (b"\x80\x04\x95\xff\0\0\0\0\0\0\0N.", "declares"),
         (b"\x80\x02I99x\n.", "not a number"),
         (b"\x80\x02N.N", "follow the end"),
+        (b"\x80\x06N.", "unknown protocol 6"),
+        (b"\x80\x02cm\nC\nNR.", "calls something with arguments that are not a tuple"),
+        (b"\x80\x02cm\nC\nN\x81.", "makes an object with arguments that are not a tuple"),
+        (b"\x80\x04cm\nC\nN}\x92.", "makes an object with arguments that are not a tuple"),
+        (b"\x80\x02cm\nC\n)R}b}b.", "sets the state of one object twice"),
+        (b"\x80\x04](N\x90.", "adds to something that is not a set"),
+        (b"\x80\x04\x95\x0c\0\0\0\0\0\0\0\x95\x01\0\0\0\0\0\0\0N0N.", "a frame within a frame"),
+        (b"I010\n.", "begins with 0"),
+        (b"L-0010L\n.", "begins with 0"),
+        (b"S'a\n.", "string without quotes"),
+        (b"S'\n.", "string without quotes"),
+        (b"Sab\n.", "string without quotes"),
     ],
 )
 def test_broken_streams_are_named(stream, words):
     with pytest.raises(MalformedCheckpoint, match=words):
         read_pickle(stream)
+
+
+@pytest.mark.parametrize(
+    ("stream", "value"),
+    [
+        *((b"I%s\n." % digits, int(digits)) for digits in (b"0", b"-7", b"+12", b"100")),
+        *((b"L%s\n." % digits, int(digits[:-1])) for digits in (b"0L", b"-70L")),
+        (b"I00\n.", False),
+        (b"I01\n.", True),
+        (b"S''\n.", ""),
+        (b"S'a\"'\n.", 'a"'),
+    ],
+)
+def test_values_in_lines_are_those_of_pickle(stream, value):
+    found = read_pickle(stream)
+    assert (found, type(found)) == (value, type(value)) and pickle.loads(stream) == value
+
+
+@pytest.mark.parametrize("bits", [0, 8, 16, 31, 32, 63, 64, 127, 128, 2031])
+def test_integers_are_written_as_pickle_writes_them(bits):
+    for value in {sign * ((1 << bits) + more) for sign in (1, -1) for more in (-1, 0, 1)}:
+        written = b"\x80\x02" + integer(value) + b"."
+        assert pickle.loads(written) == value
+        if value != -(1 << bits):  # which may have a byte more
+            assert written == pickle.dumps(value, 2)
 
 
 def test_marks_without_end_are_limited():
