@@ -29,7 +29,7 @@ from ckptconv.pickles.census import held_stream, take_census
 from ckptconv.pickles.nodes import ordered_dict
 from ckptconv.pickles.opcodes import read_pickles
 from ckptconv.pickles.reader import PickleReader
-from ckptconv.support.errors import VerificationFailed
+from ckptconv.support.errors import MalformedCheckpoint, VerificationFailed
 from ckptconv.tree import modules, renaming
 from helpers import trees
 from helpers.examples import examples
@@ -348,6 +348,21 @@ def test_a_stream_that_python_2_wrote_as_a_string_is_found(text):
     stream = b"ctorch.storage\n_load_from_bytes\nU" + bytes([len(text)]) + text + b"\x85R."
     (held,) = take_census(stream).streams
     assert held_stream(stream, held) == text
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b"\x80\x02X\xff\0\0\0abc.",
+        b"\x80\x02N\x86.",
+        b"\x80\x02(X\7\0\0\0storageNNNNtQ.",
+        b"\x80\x02\x82\1.",
+    ],
+    ids=["cut", "tuple", "storage", "opcode"],
+)
+def test_a_count_that_cannot_go_on_is_told(stream):
+    with pytest.raises(MalformedCheckpoint, match="counting what its pickle names stops near byte"):
+        take_census(stream)
 
 
 def test_the_count_follows_the_memo_of_every_protocol(tmp_path):

@@ -119,6 +119,16 @@ def test_a_state_dict_is_loaded_as_torch_loads_it(drawn):
             assert oracle.flatten(found) == oracle.flatten(oracle.load(source))
 
 
+@pytest.mark.parametrize("name", [r"torsh.FloatStorage", r"torch.BloatStorage"])
+def test_a_storage_of_a_class_that_torch_does_not_have_is_refused(name, tmp_path):
+    path = tmp_path / "in.pt"
+    torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    forged = name.replace(".", "\n").encode()
+    path.write_bytes(path.read_bytes().replace(b"torch\nFloatStorage", forged))
+    with pytest.raises(CheckpointError, match=f"has the unknown storage class {name}"):
+        load_portable(path)
+
+
 def test_safetensors_has_the_values(tmp_path):
     tensors = {
         "a": torch.randn(3, 4),

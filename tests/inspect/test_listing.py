@@ -13,7 +13,7 @@ from click import unstyle
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ckptconv import OptionRefused
+from ckptconv import OptionRefused, convert_checkpoint
 from ckptconv.inspect.listing import list_tensors, listing_lines
 from ckptconv.io.files import FileSource
 from helpers.http_server import HttpServer
@@ -174,6 +174,20 @@ def test_a_block_of_gguf_counts_each_of_its_numbers(tmp_path):
     path = CORPUS.parent / "numbers" / "gguf" / "all_types.gguf"
     values = sum(math.prod(item.shape) for item in list_tensors(path).tensors)
     assert f"  parameters  {values:,} in 15 keys\n" in run("inspect", path, cwd=tmp_path).out
+
+
+def test_a_long_listing_names_files_where_there_are_several(tmp_path):
+    tensors = {"a": torch.ones(4), "b": torch.ones(4)}
+    torch.save(tensors, tmp_path / "m.pt")
+    convert_checkpoint(tmp_path / "m.pt", tmp_path / "hf", to="safetensors", max_shard_size=16)
+    shards = [path.name for path in sorted((tmp_path / "hf").glob("*.safetensors"))]
+    assert len(shards) == 2
+    for path, named in (("m.pt", False), ("hf", True), (f"hf/{shards[0]}", False)):
+        found = [
+            row.text for row in listing_lines(list_tensors(tmp_path / path, is_long=True), 200)
+        ]
+        assert [shard in "".join(found) for shard in shards] == [named, named]
+        assert ("file" in found[0].split()) is named
 
 
 def test_names_of_files_cannot_write_to_a_terminal(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ckptconv.inspect.facts import inspect_checkpoint
 from helpers.program import run
 from hostile.cases import bad
 
@@ -145,6 +146,18 @@ def test_keys_that_make_torch_hang_are_told(pickled, tmp_path):
     assert inspected.exit == 1 and "can make its reader hang" in inspected.out
     told = run("doctor", "in.pt", cwd=tmp_path)
     assert told.exit == 1 and "refused-keys" in told.out and "says:" not in told.out
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_protocol_is_portable_where_torch_reads_what_it_has(protocol, tmp_path):
+    path = tmp_path / "in.pt"
+    for beside in (None, "text", b"raw", [b"raw"]):
+        saved(path, {"w": torch.ones(1), "b": beside}, pickle_protocol=protocol)
+        assert inspect_checkpoint(path).portable is torch_loads(path)
+    if protocol >= 4:  # an empty dict without a frame, and one that is memoized
+        for content in (b"}.", b"}\x94."):
+            path.write_bytes(bad.ckpt(b"\x80%c" % protocol + content))
+            assert inspect_checkpoint(path).portable is torch_loads(path)
 
 
 def test_few_large_keys_are_portable(tmp_path):
