@@ -136,6 +136,10 @@ def load_into(
     if not isinstance(model, torch.nn.Module):
         hint = "give the module itself, such as MyModel()"
         raise OptionRefused(f"model={model!r:.100} is not a torch.nn.Module", hint=hint)
+    names = (name for name, _ in model.named_parameters())
+    if assign and any(name.endswith("_flat_param") for name in names):
+        hint = "load without it, or build the model with use_orig_params=True"
+        raise OptionRefused("assign=True does not reach the flat parameters of FSDP", hint=hint)
     target = live_shapes(model)
     load = partial(
         load_portable,
@@ -179,6 +183,7 @@ def load_into(
     )
     if not assign:
         warn(_untied(model, usable, ties))
+    _distribute(model, usable, target, path)
     # a module's own load_state_dict may be older than `assign` (torch 2.1)
     words = {"assign": True} if assign else {}
     model.load_state_dict(usable, strict=False, **words)
@@ -299,6 +304,30 @@ def _untaken(value: Any, there: torch.Tensor, assign: bool) -> tuple[str, str]:
     elif _is_expanded(there):
         what = "cannot be copied into the model's tensor, which has one value for several elements"
     return what, hint
+
+
+_SET_WHOLE = (
+    "torch.distributed.checkpoint.state_dict.set_model_state_dict takes what load_portable gives, "
+    "with full_state_dict=True"
+)
+
+
+def _distribute(
+    model: torch.nn.Module, usable: dict[str, Any], target: Shapes, path: PurePath
+) -> None:
+    """Cut values as those of the model are, which FSDP2 and tensor parallelism keep as DTensors:
+    every process of the mesh is here, with all values.
+    """
+    for key, there in live_tensors(model, target):
+        if key in usable and hasattr(there, "device_mesh"):
+            from torch.distributed.tensor import distribute_tensor  # seldom needed
+
+            whole = usable[key].detach()
+            try:
+                usable[key] = distribute_tensor(whole, there.device_mesh, there.placements)
+            except Exception as error:  # torch 2.13 only asserts that it can
+                what = f"cannot be cut as the model's is: {there.placements}"
+                raise RefusedObject(what, path=path, where=key, hint=_SET_WHOLE) from error
 
 
 def _is_expanded(there: torch.Tensor) -> bool:

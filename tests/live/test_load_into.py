@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ckptconv import CheckpointWarning, KeyRules, load_into, load_portable
-from ckptconv.support.errors import KeyMismatch, RefusedObject
+from ckptconv.support.errors import KeyMismatch, OptionRefused, RefusedObject
 from helpers.program import run
 
 
@@ -329,3 +330,50 @@ def test_keys_of_older_days_are_known_to_a_module_that_is_wrapped(wrap, tmp_path
     other = {**old.state_dict(), "1.more": torch.ones(1)}
     with pytest.raises(KeyMismatch, match=r"1 unexpected \(1\.more\)"):
         load_into(wrap(model), saved(tmp_path / "a.pt", other))
+
+
+@pytest.fixture
+def mesh():
+    """The mesh of a process that is alone in its world."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_model_of_dtensors_gets_its_parts(assign, mesh, tmp_path):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    def parallel() -> nn.Module:  # as FSDP2 and tensor parallelism leave it
+        made = nn.Linear(2, 3)
+        made.weight = nn.Parameter(distribute_tensor(made.weight.data, mesh, [Shard(0)]))
+        return made
+
+    values, model = nn.Linear(2, 3).state_dict(), parallel()
+    path = saved(tmp_path / "a.pt", values)
+    assert load_into(model, path, assign=assign).fits
+    assert torch.equal(model.weight.full_tensor(), values["weight"])
+    assert model.weight.placements == (Shard(0),)
+    assert torch.equal(model.bias, values["bias"])
+    with mock.patch("torch.distributed.tensor.distribute_tensor", side_effect=AssertionError):
+        other = parallel()
+        with pytest.raises(RefusedObject, match=r"weight: cannot be cut.*set_model_state_dict"):
+            load_into(other, path, assign=assign)
+    assert not torch.equal(other.bias, values["bias"])
+
+
+def test_flat_parameters_are_not_said_to_be_loaded(mesh, tmp_path):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    values = nn.Linear(2, 3).state_dict()
+    path, cpu = saved(tmp_path / "a.pt", values), torch.device("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FullyShardedDataParallel(nn.Linear(2, 3), device_id=cpu)
+        with pytest.raises(OptionRefused, match="flat parameters"):
+            load_into(model, path, assign=True)
+        assert load_into(model, path).fits
+        assert torch.equal(model.state_dict()["weight"], values["weight"])
