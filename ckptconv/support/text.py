@@ -74,6 +74,24 @@ def starred(key: str) -> str:
 _NUMBERS = re.compile(r"(?<=[._])\d+(?=[._])")
 
 
+def most_ways(pattern: str) -> int:
+    """In how many ways a regular expression may be tried at most, but for what has no bound: the
+    product of its alternatives, of 2 for each ``?`` and of the counts of each ``{m,n}``.
+
+    >>> most_ways("layers.(?:0|1|2).(q|k)_proj")
+    6
+    >>> most_ways(r"a?\\|[|?]{2,4}")
+    6
+    """
+    plain = re.sub(r"\\.|\[[^\]]*\]", "x", pattern)
+    ways = 1 << len(re.findall(r"(?<![(*+?}])\?", plain))
+    for segment in re.split(r"[()]", plain):
+        ways *= 1 + segment.count("|")
+    for least, most in re.findall(r"\{(\d*),(\d+)\}", plain):
+        ways *= max(1, 1 + int(most) - int(least or 0))
+    return ways
+
+
 def natural_key(name: str) -> tuple[list[tuple[str, int, str]], str]:
     """What sorts names so that the numbers in them count as numbers.
 

@@ -500,7 +500,9 @@ def test_an_expanded_index_is_not_read_number_by_number(tmp_path):
         dequantized(tmp_path, tensors)
 
 
-@pytest.mark.parametrize("pattern", ["(a+)+$", r"(a*)\1\1$", ".*a.*a.*a.*a.*a.*a.*b"])
+@pytest.mark.parametrize(
+    "pattern", ["(a+)+$", r"(a*)\1\1$", ".*a.*a.*a.*a.*a.*a.*b", "(a|a)" * 40, "a?" * 40]
+)
 def test_a_pattern_of_a_config_that_may_take_for_ever_is_refused(tmp_path, pattern):
     path = copied("ct_pack_int4_asym", tmp_path / "in")
     config = json.loads(path.with_name("config.json").read_text())

@@ -555,6 +555,19 @@ NEEDED = {
     "pattern": (
         factors(PEFT + Q), {"rank_pattern": {"(a+)+$": 4}}, RefusedObject, "is not matched here",
     ),
+    "repeated": (
+        factors(PEFT + Q), {"rank_pattern": {"(?:a+)+": 4}}, RefusedObject, "is not matched here",
+    ),
+    "many ways": (
+        factors(PEFT + Q), {"rank_pattern": {"(a|a)" * 40: 4}}, RefusedObject, "is not matched",
+    ),
+    "optional": (
+        factors(PEFT + Q), {"rank_pattern": {"a?" * 40: 4}}, RefusedObject, "is not matched",
+    ),
+    "counted": (
+        factors(PEFT + Q), {"rank_pattern": {"a{0,90}" * 9: 4}}, RefusedObject, "is not matched",
+    ),
+    "flags": (factors(PEFT + Q), {"rank_pattern": {"(?i)q": 4}}, RefusedObject, "not matched"),
     "no pattern": (factors(PEFT + Q), {"rank_pattern": {"(": 4}}, RefusedObject, "not matched"),
     "other keys": (
         {**factors("unet." + Q), "unet.some.other": torch.ones(1)}, {},
@@ -597,6 +610,23 @@ def test_what_cannot_be_merged_is_refused_in_one_line(base, name):
         merged(folder, adapter)
     out = run("merge-lora", "base.safetensors", "adapter", "out.safetensors", cwd=folder)
     assert out.exit == 1 and out.err.startswith("error: ") and out.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        ".*layers.(" + "|".join(map(str, range(32))) + ").(q|k|v|o)_proj",
+        "model.layers.(?:0|1).q_proj",
+        "(?!lm).*q_proj",
+        "(?=model)model.*q_proj",
+    ],
+)
+def test_a_pattern_with_a_group_that_is_not_repeated_is_matched(base, pattern):
+    folder, tensors = base
+    given = factors(PEFT + Q)
+    found = merged(folder, of_peft(folder, given, alpha_pattern={pattern: 4}))
+    expected = tensors[f"{Q}.weight"] + product(given)
+    assert torch.allclose(found[f"{Q}.weight"], expected, atol=1e-5)
 
 
 def test_a_config_is_needed_and_has_to_be_one(base):

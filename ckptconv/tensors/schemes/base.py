@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeGuard
 from ckptconv.support.arrays import np
 from ckptconv.support.errors import MalformedCheckpoint, RefusedObject
 from ckptconv.support.records import NamedTuple, dataclass
+from ckptconv.support.text import most_ways
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.computed import Computed, computed
 from ckptconv.tensors.decoding import Decoding, decode_needs
@@ -34,6 +35,9 @@ _MOST = 1 << 16
 
 # The most repeats in a pattern that a checkpoint brings: more may take too long.
 _MOST_REPEATS = 6
+
+# The most ways to try one: alternatives, one after another, multiply.
+_MOST_WAYS = 1 << 14
 
 # The most integers that are read one by one: no model has so many inputs, but an expanded view.
 _MOST_COLUMNS = 1 << 20
@@ -263,7 +267,8 @@ _SLOW = re.compile(r"\)[*+{]|\\[1-9]")
 
 
 def _matches(pattern: str, group: CodeGroup) -> bool:
-    if _SLOW.search(pattern) or sum(map(pattern.count, "*+{")) > _MOST_REPEATS:
+    repeats = sum(map(pattern.count, "*+{"))
+    if _SLOW.search(pattern) or repeats > _MOST_REPEATS or most_ways(pattern) > _MOST_WAYS:
         group.refuse(f"is described by the pattern {pattern!r:.60}, which may take for ever")
     module = group.module
     try:
