@@ -84,6 +84,10 @@ def test_a_table_has_a_column_for_each_fact_where_it_fits(files, tmp_path):
     assert cuda.split()[-2:] == ["cuda:3", "no"]
     assert (why, count) == ("  not portable: needs cuda:3", "1 of 2 portable")
     assert done.exit == 0
+    types = (torch.float32, torch.float32, torch.float16, torch.int32)
+    saved(tmp_path, "three.pt", {str(at): torch.ones(2, dtype=one) for at, one in enumerate(types)})
+    three = run("inspect", "three.pt", "cuda.pt", cwd=tmp_path).out.splitlines()[1]
+    assert "  4  float32, float16, int32  " in three and "+" not in three
 
 
 def test_several_are_one_document_with_errors_as_items(files, tmp_path):

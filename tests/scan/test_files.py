@@ -887,6 +887,28 @@ def test_what_a_file_is_and_how_many_pickles_are_in_it(content, kind, pickles, t
     assert (file.kind, file.pickles, file.level) == (kind, pickles, "plain")
 
 
+LOADER = b"ctorch.storage\n_load_from_bytes\n"
+UNKNOWN = [
+    (b"\x80\x02]" + LOADER + b"a.", "a function that loads streams is passed on, so it is unknown"),
+    (b"\x80\x02" + LOADER + b"\x85.", "a function that loads streams is passed on, so it is unkn"),
+    (b"\x80\x02X\1\0\0\0aQ)R.", "an object is called that the pickle does not name"),
+    (b"\x80\x04C\1aNa.", "bytes are changed after they are written, so they are unknown"),
+    (b"\x80\x04C\1a(NNe.", "bytes are changed after they are written, so they are unknown"),
+    (b"\x80\x04\x95\6\0\0\0\0\0\0\0N.NNNN", "ends within its frame"),
+    (b"\x80\x02\x82\1.", "a global is named by its number, 1, in a registry of the process"),
+    (b"\x80\x02\x83\1\2)R.", "a global is named by its number, 513, in a registry of the process"),
+    (b"\x80\x02\x84\1\0\1\0)R.", "a global is named by its number, 65537, in a registry"),
+]
+
+
+@pytest.mark.parametrize(("content", "reason"), UNKNOWN)
+def test_what_nobody_can_know_of_a_pickle_is_dangerous(content, reason, tmp_path):
+    for file in (content, zipped({"archive/data.pkl": content})):
+        scan = scan_checkpoint(written(tmp_path, file))
+        assert scan.level == "dangerous"
+        assert any(found.reason.startswith(reason) for found in scan.dangerous)
+
+
 @pytest.mark.parametrize("size", [5, (1 << 20) + 5, 2 << 20])
 def test_a_scan_counts_each_byte_once(size, tmp_path):
     told: list[Any] = []
