@@ -501,8 +501,12 @@ def test_an_expanded_index_is_not_read_number_by_number(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(a+)+$", r"(a*)\1\1$", ".*a.*a.*a.*a.*a.*a.*b", "(a|a)" * 40, "a?" * 40]
-)
+    "pattern",
+    [
+        "(a+)+$", r"(a*)\1\1$", ".*a.*a.*a.*a.*a.*a.*b", "(a|a)" * 40, "a?" * 40,
+        f"a{{1,{'9' * 5000}}}",
+    ],
+)  # fmt: skip
 def test_a_pattern_of_a_config_that_may_take_for_ever_is_refused(tmp_path, pattern):
     path = copied("ct_pack_int4_asym", tmp_path / "in")
     config = json.loads(path.with_name("config.json").read_text())
@@ -511,6 +515,16 @@ def test_a_pattern_of_a_config_that_may_take_for_ever_is_refused(tmp_path, patte
     path.with_name("config.json").write_text(json.dumps(config))
     with pytest.raises(RefusedObject, match="for ever"):
         convert_checkpoint(path, tmp_path / "out.safetensors", dequantize=True)
+
+
+@pytest.mark.parametrize("pattern", ["(" * 1900 + ")" * 1900, "a{99999999999999999999}"])
+def test_a_pattern_of_a_config_that_is_none_names_no_module(tmp_path, pattern):
+    path = copied("ct_pack_int4_asym", tmp_path / "in")
+    config = json.loads(path.with_name("config.json").read_text())
+    for item in config["quantization_config"]["config_groups"].values():
+        item["targets"] = [f"re:{pattern}"]
+    path.with_name("config.json").write_text(json.dumps(config))
+    assert convert_checkpoint(path, tmp_path / "out.safetensors", dequantize=True)
 
 
 def test_the_metadata_of_comfyui_are_not_parsed_layer_by_layer(tmp_path, monkeypatch):

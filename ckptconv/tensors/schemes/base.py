@@ -39,6 +39,9 @@ _MOST_REPEATS = 6
 # The most ways to try one: alternatives, one after another, multiply.
 _MOST_WAYS = 1 << 14
 
+# The most characters of one: Python takes no number of more digits.
+_LONGEST = 4000
+
 # The most integers that are read one by one: no model has so many inputs, but an expanded view.
 _MOST_COLUMNS = 1 << 20
 
@@ -267,13 +270,13 @@ _SLOW = re.compile(r"\)[*+{]|\\[1-9]")
 
 
 def _matches(pattern: str, group: CodeGroup) -> bool:
-    repeats = sum(map(pattern.count, "*+{"))
-    if _SLOW.search(pattern) or repeats > _MOST_REPEATS or most_ways(pattern) > _MOST_WAYS:
+    is_long = len(pattern) > _LONGEST or sum(map(pattern.count, "*+{")) > _MOST_REPEATS
+    if is_long or _SLOW.search(pattern) or most_ways(pattern) > _MOST_WAYS:
         group.refuse(f"is described by the pattern {pattern!r:.60}, which may take for ever")
     module = group.module
     try:
         return re.match(pattern, module) is not None
-    except re.error:
+    except (re.error, OverflowError, RecursionError):
         return False
 
 
