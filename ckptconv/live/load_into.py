@@ -297,7 +297,9 @@ def _untaken(value: Any, there: torch.Tensor, assign: bool) -> tuple[str, str]:
             return what, "freeze it: requires_grad_(False)"
         return "", ""
     what, hint = "", "assign=True puts it there"
-    if value.layout != there.layout or value.is_quantized > there.is_quantized:
+    if there.is_meta:  # torch copies nothing, and only warns of it
+        what = "has no memory in the model, which is on the meta device"
+    elif value.layout != there.layout or value.is_quantized > there.is_quantized:
         what = f"is {_kind(value)}, the model's is {_kind(there)}"
     elif there.is_inference() and not torch.is_inference_mode_enabled():
         what = "cannot be copied into the model's tensor, which was made in inference mode"

@@ -377,3 +377,16 @@ def test_flat_parameters_are_not_said_to_be_loaded(mesh, tmp_path):
             load_into(model, path, assign=True)
         assert load_into(model, path).fits
         assert torch.equal(model.state_dict()["weight"], values["weight"])
+
+
+def test_a_model_without_memory_is_not_said_to_be_loaded(tmp_path):
+    values = nn.Linear(2, 3).state_dict()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3, device="meta"))
+    path = saved(tmp_path / "a.pt", nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)).state_dict())
+    before = model[0].weight.clone()
+    with pytest.raises(RefusedObject, match=r"1\.weight: .*on the meta device; assign=True"):
+        load_into(model, path)
+    assert torch.equal(model[0].weight, before)
+    bare = nn.Linear(2, 3, device="meta")
+    assert load_into(bare, saved(tmp_path / "a.pt", values), assign=True).fits
+    assert torch.equal(bare.weight, values["weight"])
