@@ -115,6 +115,10 @@ def test_every_container_is_a_mapping_to_what_was_saved(kind, tmp_path):
             made = item.torch()
             assert made.dtype is value.dtype and torch.equal(made, value)
             assert np.array_equal(np.asarray(item, "f8"), value.double().numpy())
+            assert (
+                np.asarray(item).dtype == item.numpy().dtype
+                and np.asarray(item, "f4").dtype == "f4"
+            )
             with pytest.raises(ValueError, match="always a copy"):
                 item.__array__(copy=False)
     assert dict(checkpoint.items()).keys() == found.keys()  # names are known after it is closed

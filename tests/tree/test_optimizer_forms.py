@@ -49,6 +49,15 @@ def by_decay(model: nn.Module) -> Any:
     return [{"params": wide, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0}]
 
 
+def by_betas(model: nn.Module) -> Any:
+    """Two groups that differ in a setting of several numbers alone."""
+    betas = (0.9, 0.95), (0.8, 0.99)
+    parts = by_decay(model)
+    return [
+        {"params": item["params"], "betas": two} for item, two in zip(parts, betas, strict=True)
+    ]
+
+
 def trained(
     groups: Callable[[nn.Module], Any] = one_group, kind: Any = torch.optim.AdamW
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -84,7 +93,7 @@ def converted(folder: Path, tree: dict[str, Any], **options: Any) -> Any:
 KINDS = [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad]
 
 
-@pytest.mark.parametrize("groups", [one_group, by_decay])
+@pytest.mark.parametrize("groups", [one_group, by_decay, by_betas])
 @pytest.mark.parametrize("kind", some(2, KINDS))
 def test_forms_are_those_of_torch(groups, kind, tmp_path):
     model, optimizer = trained(groups, kind)
