@@ -77,6 +77,29 @@ def test_arrays_become_the_tensors_that_torch_makes_of_them(made, protocol):
             assert oracle.value_bytes(found[f"array{number}"]) == oracle.value_bytes(expected)
 
 
+class Forged:
+    """Pickled as an array of numpy whose bytes are more or fewer than its shape needs."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def __reduce__(self) -> Any:
+        made = np.zeros(6, np.float32).__reduce__()
+        return *made[:2], (1, (2, 3), np.dtype("f4"), False, bytes(self.nbytes))
+
+
+@pytest.mark.parametrize(("nbytes", "is_whole"), [(24, True), (20, False), (28, False), (0, False)])
+def test_an_array_whose_bytes_are_not_those_of_its_shape_is_no_tensor(nbytes, is_whole, tmp_path):
+    source = saved({"w": torch.ones(1), "a": Forged(nbytes)}, tmp_path)
+    if is_whole:
+        assert torch.equal(load_portable(source)["a"], torch.zeros(2, 3))
+        return
+    with pytest.raises(ValueError, match=r"size|buffer|number"):
+        torch.load(source, weights_only=False)
+    with pytest.raises(RefusedObject, match="a: numpy array of float32"):
+        load_portable(source)
+
+
 def test_the_summary_tells_which_arrays_and_numbers_were_rewritten(tmp_path):
     source = saved({"w": torch.ones(1), "a": np.ones(2), "n": np.float32(3), "note": "x"}, tmp_path)
     for output in ("out.pt", "out.safetensors"):
