@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -217,6 +218,16 @@ def test_a_histogram_is_drawn(tmp_path):
     drawn = lines[1:9]
     assert max(map(len, drawn)) <= 66 and "█" in drawn[-1]
     assert any("quantiles" in line for line in lines)
+
+
+def test_the_bars_of_a_histogram_are_as_high_as_what_they_count(tmp_path):
+    counts = [1, 8, 16, 21, 40, 64, 50, 0]  # of the values 0 to 7, in eight bins
+    values = [float(at) for at, count in enumerate(counts) for _ in range(count)]
+    torch.save({"w": torch.tensor([*values, 8.0])}, tmp_path / "m.pt")
+    drawn = run("stats", "m.pt", "--histogram", "*", cwd=tmp_path).out.splitlines()[1:9]
+    columns = zip_longest(*(line[2:] for line in reversed(drawn)), fillvalue=" ")
+    heights = [sum(map(" ▁▂▃▄▅▆▇█".index, column)) for column in columns]
+    assert [height for height in heights if height] == [*filter(None, counts), 1]
 
 
 REAL = (
