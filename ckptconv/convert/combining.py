@@ -1,4 +1,4 @@
-"""One checkpoint of several: their state dicts side by side, and `merge`, which is no more."""
+"""One checkpoint of several: their state dicts side by side, and `merge`, which is just that."""
 
 from __future__ import annotations
 

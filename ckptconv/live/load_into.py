@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import field, fields, replace
 from functools import partial
 from pathlib import PurePath
@@ -128,18 +128,7 @@ def load_into(
     >>> load_into(model, "ddp_cuda3.pt").missing_keys  # doctest: +SKIP
     ()
     """
-    if isinstance(model, (str, os.PathLike)):
-        hint = "the model comes first: load_into(model, source)"
-        raise OptionRefused("the model is a path", hint=hint)
-    refuse_no_flag(strict=strict, assign=assign)
-    torch = require_torch("loading into a model")
-    if not isinstance(model, torch.nn.Module):
-        hint = "give the module itself, such as MyModel()"
-        raise OptionRefused(f"model={model!r:.100} is not a torch.nn.Module", hint=hint)
-    names = (name for name, _ in model.named_parameters())
-    if assign and any(name.endswith("_flat_param") for name in names):
-        hint = "load without it, or build the model with use_orig_params=True"
-        raise OptionRefused("assign=True does not reach the flat parameters of FSDP", hint=hint)
+    _check_asked(model, strict=strict, assign=assign)
     target = live_shapes(model)
     load = partial(
         load_portable,
@@ -175,12 +164,7 @@ def load_into(
     if cast:
         _refuse_codes(source, only, tag, {old for old, new in fit.renames.items() if new in cast})
     # before the model is changed: a program may have warnings raised as errors
-    warn(
-        f"{printable(item.key)}: {count_text(item.overflowed, 'value')} of {item.checkpoint} are "
-        f"beyond the range of the model's {item.model}"
-        for item in casts
-        if item.overflowed
-    )
+    warn(_beyond_range(casts))
     if not assign:
         warn(_untied(model, usable, ties))
     _distribute(model, usable, target, path)
@@ -188,6 +172,30 @@ def load_into(
     words = {"assign": True} if assign else {}
     model.load_state_dict(usable, strict=False, **words)
     return result
+
+
+def _check_asked(model: object, *, strict: bool, assign: bool) -> None:
+    """Raise `OptionRefused` for what is not a model, or is one that cannot be loaded so."""
+    if isinstance(model, (str, os.PathLike)):
+        hint = "the model comes first: load_into(model, source)"
+        raise OptionRefused("the model is a path", hint=hint)
+    refuse_no_flag(strict=strict, assign=assign)
+    torch = require_torch("loading into a model")
+    if not isinstance(model, torch.nn.Module):
+        hint = "give the module itself, such as MyModel()"
+        raise OptionRefused(f"model={model!r:.100} is not a torch.nn.Module", hint=hint)
+    names = (name for name, _ in model.named_parameters())
+    if assign and any(name.endswith("_flat_param") for name in names):
+        hint = "load without it, or build the model with use_orig_params=True"
+        raise OptionRefused("assign=True does not reach the flat parameters of FSDP", hint=hint)
+
+
+def _beyond_range(casts: Iterable[LoadCast]) -> Iterator[str]:
+    for item in casts:
+        if item.overflowed:
+            count = count_text(item.overflowed, "value")
+            told = f"{count} of {item.checkpoint} are beyond the range of the model's {item.model}"
+            yield f"{printable(item.key)}: {told}"
 
 
 def _result(

@@ -365,7 +365,7 @@ class _Tracer(ByteWindow):
         made = str(text).encode("latin-1")
         self.kept(made)
         if not made.isascii():
-            with contextlib.suppress(UnicodeError):  # it is no UTF-8
+            with contextlib.suppress(UnicodeError):  # it is not UTF-8
                 self.kept(made.decode().encode("latin-1"))
         return made
 

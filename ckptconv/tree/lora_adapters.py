@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, RefusedObject, printable
 from ckptconv.support.records import dataclass
-from ckptconv.support.text import first_few, most_ways
+from ckptconv.support.text import MOST_WAYS, first_few, most_ways
 from ckptconv.tensors.refs import TensorRef
 from ckptconv.tensors.schemes.base import json_object
 from ckptconv.tree.checkpoint import Checkpoint
@@ -391,10 +391,6 @@ def _patterns(given: Mapping[str, Any], name: str) -> Iterator[str]:
     yield from patterns
 
 
-# Those of 32 layers and 7 modules are 224, and two repeats without a bound may stand beside them
-_MOST_WAYS = 1 << 14
-
-
 def _pattern(pattern: str) -> str:
     """A pattern whose matching has an end: who made the file may have written another."""
     unbounded = len(re.findall(r"[*+]|\{\d*,\}", pattern))
@@ -404,7 +400,8 @@ def _pattern(pattern: str) -> str:
     except (re.error, OverflowError, RecursionError):
         is_nested = True
     is_long = len(pattern) > 500 or unbounded > 2
-    if is_long or is_nested or most_ways(pattern) << 3 * unbounded > _MOST_WAYS:
+    # two repeats without a bound may stand beside alternatives
+    if is_long or is_nested or most_ways(pattern) << 3 * unbounded > MOST_WAYS:
         what = f"has the pattern {printable(pattern, 60)}, which is not matched here"
         raise RefusedObject(what, hint="write the names of its modules instead")
     return pattern

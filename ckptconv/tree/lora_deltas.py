@@ -448,12 +448,10 @@ def _summed(weight: TensorRef, changes: Sequence[WeightChange], checked: Checksu
     terms = tuple(change.term for change in changes)
     inputs = [ref for change in changes for ref in change.inputs]
     dtype, name = weight.dtype, weight.storage.name
-    exact = weight
     if not _is_cast(weight):  # peft loads what the adapter holds in the type of the model
-        exact = unrounded(weight)  # of a quantised base: what is rounded is the sum alone
-    is_rounded = first.is_rounded and exact is weight
+        weight = unrounded(weight)  # of a quantised base: what is rounded is the sum alone
+    is_rounded = first.is_rounded and weight.dtype is dtype
     rounded_as = dtype.name if is_rounded or dtype.name == "float64" else ""
-    weight = exact
     if first.magnitude is None:
         how = LowRank(terms, first.outer, rounded_as)
         value = Computed("low-rank", (weight, *inputs), how, dtype, weight.shape)

@@ -153,6 +153,24 @@ def _w(*shape: int, dtype=torch.float32) -> torch.Tensor:
     return torch.arange(prod(shape)).reshape(shape).to(dtype)
 
 
+def _mapping(sources: list[str], move: str, targets: list[str]) -> dict[str, object]:
+    """The document of a mapping of one state dict at the root, with one step."""
+    step = {"from": sources, "moves": [move], "to": targets}
+    return {
+        "mapping": 1,
+        "state_dicts": [
+            {
+                "path": "",
+                "keys": {},
+                "left_out": [],
+                "modules": {},
+                "order": sources,
+                "tensors": [step],
+            }
+        ],
+    }
+
+
 STACK = {"from": "e.{n}.w", "to": "all", "operations": ["stack 0"]}
 QKV = {"from": ["q", "k"], "to": "qk", "operations": ["concat 0"]}
 MISFITS = {
@@ -198,37 +216,13 @@ MISFITS = {
     ),
     "a mapping that stacks other numbers": (
         {"a": _w(2), "b": _w(2), "c": _w(2)},
-        {
-            "mapping": 1,
-            "state_dicts": [
-                {
-                    "path": "",
-                    "keys": {},
-                    "left_out": [],
-                    "modules": {},
-                    "order": ["a", "b", "c"],
-                    "tensors": [{"from": ["a", "b", "c"], "moves": ["stack 0 2"], "to": ["d"]}],
-                }
-            ],
-        },
+        _mapping(["a", "b", "c"], "stack 0 2", ["d"]),
         "a: the mapping does not fit: 3 tensors are not in sets of 2 to stack",
     ),
     **{
         f"a mapping of too many tensors: {move}": (
             {"a": torch.empty(10**12, 0)},
-            {
-                "mapping": 1,
-                "state_dicts": [
-                    {
-                        "path": "",
-                        "keys": {},
-                        "left_out": [],
-                        "modules": {},
-                        "order": ["a"],
-                        "tensors": [{"from": ["a"], "moves": [move], "to": ["b", "c"]}],
-                    }
-                ],
-            },
+            _mapping(["a"], move, ["b", "c"]),
             "a: the mapping does not fit: 1000000000000 tensors would be made in one step, of "
             "1,000,000 at most",
         )

@@ -500,6 +500,16 @@ def test_an_expanded_index_is_not_read_number_by_number(tmp_path):
         dequantized(tmp_path, tensors)
 
 
+def for_modules(pattern: str, folder: Path) -> Path:
+    """A checkpoint whose config says of which modules its codes are by this pattern."""
+    path = copied("ct_pack_int4_asym", folder / "in")
+    config = json.loads(path.with_name("config.json").read_text())
+    for item in config["quantization_config"]["config_groups"].values():
+        item["targets"] = [f"re:{pattern}"]
+    path.with_name("config.json").write_text(json.dumps(config))
+    return path
+
+
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -508,22 +518,14 @@ def test_an_expanded_index_is_not_read_number_by_number(tmp_path):
     ],
 )  # fmt: skip
 def test_a_pattern_of_a_config_that_may_take_for_ever_is_refused(tmp_path, pattern):
-    path = copied("ct_pack_int4_asym", tmp_path / "in")
-    config = json.loads(path.with_name("config.json").read_text())
-    for item in config["quantization_config"]["config_groups"].values():
-        item["targets"] = [f"re:{pattern}"]
-    path.with_name("config.json").write_text(json.dumps(config))
+    path = for_modules(pattern, tmp_path)
     with pytest.raises(RefusedObject, match="for ever"):
         convert_checkpoint(path, tmp_path / "out.safetensors", dequantize=True)
 
 
 @pytest.mark.parametrize("pattern", ["(" * 1900 + ")" * 1900, "a{99999999999999999999}"])
 def test_a_pattern_of_a_config_that_is_none_names_no_module(tmp_path, pattern):
-    path = copied("ct_pack_int4_asym", tmp_path / "in")
-    config = json.loads(path.with_name("config.json").read_text())
-    for item in config["quantization_config"]["config_groups"].values():
-        item["targets"] = [f"re:{pattern}"]
-    path.with_name("config.json").write_text(json.dumps(config))
+    path = for_modules(pattern, tmp_path)
     assert convert_checkpoint(path, tmp_path / "out.safetensors", dequantize=True)
 
 

@@ -63,7 +63,9 @@ class Items:
         self._pool = FilePool()
         self._read: dict[str, _ReadAhead] = {}
         self._coming: Iterator[Coming] = iter(())
-        # by the identity of items, of which there is one of each: their hash is made of four values
+        # by the identity of items, of which there is one of each: a hash is made of four values.
+        # Those that are expected are held, so that no later one gets the identity of an earlier one
+        self._expected: Sequence[Coming] = ()
         self._ends: dict[int, list[tuple[int, bytes]]] = {}
         self._met: dict[int, Node] = {}
         self._kinds = Kinds()
@@ -75,6 +77,7 @@ class Items:
         Those of them that are chunks may be known by others of their kind, but not over a network:
         there, their ends would have to be fetched a second time to be checked.
         """
+        self._expected = coming
         self._coming, self._ends, self._met = iter(coming), {}, {}
         if self._folder.is_far():
             return

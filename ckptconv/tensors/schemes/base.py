@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeGuard
 from ckptconv.support.arrays import np
 from ckptconv.support.errors import MalformedCheckpoint, RefusedObject
 from ckptconv.support.records import NamedTuple, dataclass
-from ckptconv.support.text import most_ways
+from ckptconv.support.text import MOST_WAYS, most_ways
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.computed import Computed, computed
 from ckptconv.tensors.decoding import Decoding, decode_needs
@@ -35,9 +35,6 @@ _MOST = 1 << 16
 
 # The most repeats in a pattern that a checkpoint brings: more may take too long.
 _MOST_REPEATS = 6
-
-# The most ways to try one: alternatives, one after another, multiply.
-_MOST_WAYS = 1 << 14
 
 # The most characters of one: Python takes no number of more digits.
 _LONGEST = 4000
@@ -271,7 +268,7 @@ _SLOW = re.compile(r"\)[*+{]|\\[1-9]")
 
 def _matches(pattern: str, group: CodeGroup) -> bool:
     is_long = len(pattern) > _LONGEST or sum(map(pattern.count, "*+{")) > _MOST_REPEATS
-    if is_long or _SLOW.search(pattern) or most_ways(pattern) > _MOST_WAYS:
+    if is_long or _SLOW.search(pattern) or most_ways(pattern) > MOST_WAYS:
         group.refuse(f"is described by the pattern {pattern!r:.60}, which may take for ever")
     module = group.module
     try:
