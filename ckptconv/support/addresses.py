@@ -10,8 +10,8 @@ import re
 from pathlib import PurePosixPath
 from shlex import quote
 
-# C:/ is a drive
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?=[^/])(.*)", re.DOTALL).fullmatch
+# C:/ is a drive; ab:/ is a folder, and s3:// an address that names nothing
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?:/+|(?=[^/]))(.*)", re.DOTALL).fullmatch
 _WEB = ("http", "https")
 # schemes whose credentials no address holds: they are the environment's
 _NAMED_ELSEWHERE = ("s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "hf")

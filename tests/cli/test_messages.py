@@ -183,6 +183,21 @@ def test_an_address_of_this_machine_is_told_to_be_a_path(room):
     assert "file:///tmp/a.pt: is an address of this machine; leave out file://" in error
 
 
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("s3://", "s3://: names no bucket; write it as s3://BUCKET/KEY"),
+        ("gs://", "gs://: names no bucket; write it as gs://BUCKET/KEY"),
+        ("https://", "https://: names no host; write it as https://HOST/PATH"),
+        ("hf://", "hf://: names no repository; write it as hf://OWNER/NAME[@REVISION][/PATH]"),
+        ("foo://x", "foo://x: is an address of a kind that is not known (foo://)"),
+    ],
+)
+def test_an_address_that_names_nothing_is_told_as_an_address(address, told):
+    with pytest.raises(CheckpointError, match=f"^{re.escape(told)}"):
+        open_checkpoint(address)
+
+
 @pytest.mark.parametrize("address", ["https://host/a.pt", "s3://bucket/a.pt", "hf://owner/name"])
 def test_without_the_extra_one_line_says_what_to_install(address, room):
     blocked = "import sys\nfor name in ('obstore', 'urllib3', 'botocore'): sys.modules[name] = None"

@@ -295,7 +295,7 @@ def remote_place(address: str) -> RemotePlace:
         store, key = store_of(address)
     except CheckpointError as error:
         named = shown(address)
-        if named.startswith(error.path or ""):  # of a bucket, which nobody named
+        if f"{named}/".startswith(error.path or ""):  # of a bucket, which nobody named
             error.path = named
         raise
     return RemotePlace(Site(store), key)

@@ -45,7 +45,8 @@ def web_store(address: str) -> tuple[Store, str]:
     except ValueError:
         raise UnsupportedCheckpoint("is not an address of the web", path=shown(address)) from None
     if not host:
-        raise UnsupportedCheckpoint("names no host", path=shown(address))
+        hint = "write it as https://HOST/PATH"
+        raise UnsupportedCheckpoint("names no host", path=shown(address), hint=hint)
     named = bracketed(host)
     if port is not None:
         named = f"{named}:{port}"
