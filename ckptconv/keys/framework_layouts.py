@@ -234,7 +234,7 @@ _PLAIN: Mapping[str, tuple[Operations, Operations]] = {
         (RuleOperation.of("unstack", 0, over="e"),),
         (RuleOperation.of("stack", 0, over="e"),),
     ),
-    "halves": ((RuleOperation.of("split", 0),), (RuleOperation.of("concat", 0),)),
+    "halves": ((RuleOperation.of("split", 0),), (RuleOperation.of("concat", 0, parts=2),)),
     "less-1": ((RuleOperation.of("add", -1),), ()),
 }
 
@@ -247,7 +247,14 @@ def _one_after_another(heads: Heads) -> tuple[Operations, Operations]:
         RuleOperation.of("split", 0, sizes=counts),
         RuleOperation.of("flatten", dims=[0, 1]),
     )
-    return there, (RuleOperation.of("concat", 0),)
+    # by heads too: concat alone would join what has rows of other things among them
+    back = (
+        RuleOperation.of("unflatten", 0, sizes=[heads.queries, -1], on=[0]),
+        RuleOperation.of("unflatten", 0, sizes=[heads.keys, -1], on=[1, 2]),
+        RuleOperation.of("concat", 0),
+        RuleOperation.of("flatten", dims=[0, 1]),
+    )
+    return there, back
 
 
 def _by_group(heads: Heads) -> tuple[Operations, Operations]:

@@ -43,14 +43,15 @@ class OperationArgument(NamedTuple):
 _DIM = OperationArgument("dim", "dim")
 _OVER = OperationArgument("over", "variable", optional=True)
 _ON = OperationArgument("on", "places", optional=True)
+_PARTS = OperationArgument("parts", "number", optional=True)
 
 OPERATIONS: Mapping[str, tuple[OperationArgument, ...]] = {
     "stack": (_DIM, _OVER),
     "unstack": (_DIM, _OVER),
-    "concat": (_DIM, _OVER),
+    "concat": (_DIM, _PARTS, _OVER),
     "split": (
         _DIM,
-        OperationArgument("parts", "number", optional=True),
+        _PARTS,
         OperationArgument("sizes", "numbers", optional=True),
         _OVER,
     ),
@@ -59,8 +60,8 @@ OPERATIONS: Mapping[str, tuple[OperationArgument, ...]] = {
     "reshape": (OperationArgument("shape", "numbers"), _ON),
     "unflatten": (_DIM, OperationArgument("sizes", "numbers"), _ON),
     "flatten": (OperationArgument("dims", "dims"), _ON),
-    "interleave": (_DIM, OperationArgument("parts", "number", optional=True), _ON),
-    "deinterleave": (_DIM, OperationArgument("parts", "number", optional=True), _ON),
+    "interleave": (_DIM, _PARTS, _ON),
+    "deinterleave": (_DIM, _PARTS, _ON),
     "rope": (OperationArgument("heads", "number"), _ON),
     "unrope": (OperationArgument("heads", "number"), _ON),
     "add": (OperationArgument("value", "value"), _ON),
@@ -69,9 +70,9 @@ OPERATIONS: Mapping[str, tuple[OperationArgument, ...]] = {
 }
 """The operations and their arguments; the first is the one that may be given without its name.
 
-- ``stack``, ``unstack``: along a new dimension `dim`; ``concat``, ``split``: along `dim`, into
-  `parts` equal ones (as many as there are targets, where it is left out) or `sizes` (``like``:
-  those of the target that keys are fitted to).
+- ``stack``, ``unstack``: along a new dimension `dim`; ``concat``, ``split``: along `dim`, of or
+  into `parts` equal ones (left out: a concat takes any, a split makes as many as there are targets)
+  or into `sizes` (``like``: those of the target that keys are fitted to).
   `over` is the variable whose values are joined or made. Left out: a stack takes the one variable
   that is left, a concat the list of sources where there are several of them.
 - ``transpose``: two dimensions; ``permute``: all of them. ``reshape``: to a shape, of which one

@@ -546,6 +546,9 @@ def _settle_unstack(asked: _AskedOperation) -> list[Move]:
 def _settle_concat(asked: _AskedOperation) -> list[Move]:
     dim, some = asked.axis(), asked.refs[: asked.sets or 1]
     sizes = tuple(ref.shape[dim] for ref in some if dim < len(ref.shape))
+    parts = asked.arguments.get("parts")
+    if parts and (len(sizes) != parts or len({*sizes}) > 1):
+        raise KeyMismatch(f"{list(sizes)} along dimension {dim} are not {parts} equal sizes")
     return [Move("concat", ((dim,), sizes))]
 
 

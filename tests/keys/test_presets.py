@@ -326,6 +326,19 @@ def test_rows_of_q_k_and_v_one_after_another(tmp_path):
     assert same(found, expected | {"model.norm.weight": tensors["model.norm.weight"]})
 
 
+@pytest.mark.parametrize("preset", ["to-phi3:4,2", "to-megatron-llama:4,2"])
+@pytest.mark.parametrize("name", ["mlp.up_proj", "self_attn.q_proj"])
+def test_rows_of_which_there_are_more_than_the_layout_has_are_not_joined(name, preset, tmp_path):
+    """transformers chunks `gate_up_proj` in two, and takes q, k and v by the numbers of heads."""
+    rows = {"self_attn.q_proj": 16, "self_attn.k_proj": 8, "self_attn.v_proj": 8,
+            "mlp.gate_proj": 12, "mlp.up_proj": 12}  # fmt: skip
+    layer, path = "model.layers.0.", tmp_path / "model.safetensors"
+    tensors = {f"{layer}{key}.weight": torch.randn(size, 3) for key, size in rows.items()}
+    save_file(tensors | {f"{layer}{name}.weight": torch.randn(32, 3)}, path)
+    with pytest.raises(KeyMismatch, match=r"equal sizes|cannot be concatenated"):
+        load_portable(path, keys=KeyRules.of([("preset", preset)]))
+
+
 def test_a_llama_of_meta_and_a_key_that_is_none_of_its_own(tmp_path):
     parts, before = qkv(), "layers.0.attention."
     tensors = {
