@@ -9,13 +9,14 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckptconv.convert import words as option_words
 from ckptconv.convert.casts import Casts, read_casts
 from ckptconv.convert.words import RULES, OptionWords, Tied
 from ckptconv.devices.mapping import TagMap, tag_map
 from ckptconv.devices.tags import check_tag
 from ckptconv.formats.hf_names import shard_limit
 from ckptconv.formats.target_format import Target, target_named
-from ckptconv.keys.key_map import RULE_WORDS, STRIP, KeyRules, rules_of
+from ckptconv.keys.key_map import RULE_WORDS, STRIP, KeyRules, Keys, rules_of
 from ckptconv.keys.rules import Regex, Rename, Rule
 from ckptconv.support.choices import (
     Words,
@@ -40,6 +41,10 @@ from ckptconv.tree.settling import Unknown
 if TYPE_CHECKING:
     from ckptconv.tree.fitted_keys import KeyTarget
     from ckptconv.tree.optimizer_forms import FormOptimizer
+
+# typing.get_type_hints looks for the types of inherited fields in the module that names them, which
+# does without these imports
+vars(option_words).update(Keys=Keys, Unknown=Unknown)
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ class KeyRules:
     ) -> KeyRules:
         r"""Rules in the words of the command line, as (option, value), tensor rules in the words of
         a file, as objects of ``from``, ``to`` and ``operations``, or made ones; `KeyConflict` for
-        what is not a rule.
+        what is not a list of rules.
 
         Globs that follow each other are one choice among the same keys.
 
@@ -126,6 +126,9 @@ class KeyRules:
         >>> map_keys(["model.blocks.0.weight", "model.blocks.0.bias"], rules).new
         ('layers.0.weight', None)
         """
+        if isinstance(rules, (str, Mapping)) or is_pair(rules) or not isinstance(rules, Iterable):
+            what = f"{rules!r:.100} is not a list of rules"
+            raise KeyConflict(what, hint="write it as [('rename', 'OLD=NEW')]")
         made: list[Rule] = []
         for given in rules:
             rule = _rule(given)
@@ -209,7 +212,7 @@ RULE_WORDS = tuple(_MAKERS)
 """The rules by their names on the command line and in files."""
 
 
-Keys: TypeAlias = "Literal['strip', 'keep'] | KeyRules | Callable[[str], str | None]"
+Keys: TypeAlias = Literal["strip", "keep"] | KeyRules | Callable[[str], str | None]
 """What is done with keys: a word, rules, or a function that gives the new name, or None."""
 
 

@@ -68,9 +68,9 @@ class TorchDevice(Protocol):
     def index(self) -> int | None: ...
 
 
-DTypeName: TypeAlias = "str | TorchDType | HasName | type[np.generic]"
+DTypeName: TypeAlias = str | TorchDType | HasName | type[Any]
 """An element type: its name, or that of torch, of numpy (ml_dtypes too), of a `LazyTensor`."""
-DeviceName: TypeAlias = "str | TorchDevice"
+DeviceName: TypeAlias = str | TorchDevice
 
 
 def plain_name(value: Any) -> Any:

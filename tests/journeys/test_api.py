@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -104,6 +104,14 @@ def test_every_public_name_has_a_docstring_that_begins_with_a_sentence():
             else "None."
         )
         assert re.search(r"[.:;]( |$)", first.replace("\n", " ")), name
+
+
+def test_the_types_of_parameters_can_be_asked_for():
+    later = {"execute_plan", "load_into", "load_portable"}  # torch, and what is seldom imported
+    for name in {*ckptconv.__all__} - later - {"__version__"}:
+        get_type_hints(getattr(ckptconv, name))
+    hints = get_type_hints(ckptconv.Options)
+    assert hints["with_files"] is bool and ckptconv.KeyRules in get_args(hints["keys"])
 
 
 # --------------------------------------------------------------------------------------------- page

@@ -150,6 +150,12 @@ def test_a_rule_of_a_wrong_type_is_refused(given):
         KeyRules.of([given])
 
 
+@pytest.mark.parametrize("given", [3, None, "rename", ("rename", "a=b"), {"from": "a"}, KeyRules()])
+def test_what_is_no_list_of_rules_is_refused(given):
+    with pytest.raises(KeyConflict, match=r"is not a list of rules; write it as \[\('rename', "):
+        KeyRules.of(given)
+
+
 # -------------------------------------------------------------------------------------------- order
 
 STEPS = {
