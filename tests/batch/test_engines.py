@@ -14,6 +14,7 @@ from ckptconv.batch.choosing import engine_of
 from ckptconv.batch.engines import Engine, OnExecutor, Serial
 from ckptconv.batch.processes import Processes
 from ckptconv.batch.work import Task
+from ckptconv.cli.asked import engine_of_words
 from ckptconv.cli.batching import batch
 from helpers.engine_conformance import EngineConformance, WorkerConformance, checkpoint, drained
 from helpers.lost_workers import KillingJob
@@ -121,6 +122,14 @@ def started(path, words, passed):
 util.spawnv_passfds = started
 main()
 """
+
+
+@pytest.mark.parametrize(
+    ("jobs", "count", "engine"), [(None, 1, Serial), (None, 2, Processes), (1, 2, Serial)]
+)
+def test_work_of_more_than_one_piece_is_for_processes(jobs, count, engine):
+    given = {"engine": None, "jobs": jobs, "address": None}
+    assert type(engine_of_words(given, count)) is engine
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptconv.batch.receipts import Failure, failed_by
-from ckptconv.support.errors import OUT_OF_MEMORY, is_out_of_memory
+from ckptconv.support.errors import OUT_OF_MEMORY, OptionRefused, is_out_of_memory
 from helpers.examples import crossed
 from helpers.program import PROGRAM, run_process
 
@@ -120,3 +120,8 @@ def test_what_is_told_to_be_out_of_memory(error, is_it):
 
 def test_a_job_of_a_batch_tells_of_it():
     assert failed_by(MemoryError()) == Failure("MemoryError", OUT_OF_MEMORY)
+
+
+def test_a_job_of_a_batch_tells_what_to_do():
+    assert failed_by(OptionRefused("no", hint="do this")).hint == "do this"
+    assert failed_by(OptionRefused("no")).hint is None

@@ -8,10 +8,12 @@ import random
 import threading
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from ckptconv.io.crc import combined_crc, crc32
+from ckptconv.io.destination import new_file
 from ckptconv.io.digests import RunDigests
 from ckptconv.io.files import FileSource
 from ckptconv.io.source import CHUNK
@@ -19,6 +21,7 @@ from ckptconv.io.stream import FileSink, OutputStream, Sink
 from ckptconv.support import platforms
 
 pytestmark = pytest.mark.skipif(not platforms.CAN_WRITE_AT, reason="no positioned writes here")
+FILES = Path("/dev/fd")  # that are open
 
 
 def pattern(nbytes: int, seed: int) -> bytes:
@@ -33,6 +36,15 @@ def made(tmp_path):
     yield stream, path
     stream.abandon()
     stream.close()
+
+
+@pytest.mark.skipif(not FILES.is_dir(), reason="open files cannot be counted here")
+def test_a_new_file_whose_block_fails_is_closed(tmp_path):
+    before = len([*FILES.iterdir()])
+    with pytest.raises(ZeroDivisionError), new_file(tmp_path / "made", tmp_path / "out") as stream:
+        stream.write(b"1")
+        raise ZeroDivisionError
+    assert len([*FILES.iterdir()]) == before
 
 
 @pytest.mark.parametrize("large", [1, CHUNK - 1, CHUNK, 3 * CHUNK + 5])

@@ -8,7 +8,7 @@ import io
 import pickle
 import random
 import zipfile
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from pathlib import Path
 
 import pytest
@@ -231,6 +231,12 @@ def test_ten_thousand_items_in_batches():
         pickle.loads(write_pickle(read_pickle(pickle.dumps(value, 2)), lambda node, writer: node))
         == value
     )
+
+
+def test_items_of_an_object_in_batches_are_all_kept():
+    value = deque(range(2500))  # APPENDS each 1,000
+    stream = write_pickle(read_pickle(pickle.dumps(value, 2)), lambda node, writer: node)
+    assert pickle.loads(stream) == value
 
 
 @pytest.mark.parametrize(

@@ -245,3 +245,12 @@ def test_inspect_and_doctor_offer_no_command_that_takes_the_scales_from_the_code
     for command in ("inspect", "doctor"):
         shown = run(command, "model.pt", cwd=tmp_path).out
         assert "--unknown drop" not in shown and "save its state_dict()" in shown
+
+
+@pytest.mark.parametrize(
+    "key", [torch.device("cpu"), torch.Size((2, 3)), torch.float16, (1, ("a", 2.5)), None]
+)
+def test_keys_of_plain_values_are_kept_with_what_stands_under_them(key, tmp_path):
+    torch.save({"w": torch.ones(2), "by": {key: 7}}, tmp_path / "in.pt")
+    convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt", weights_only=True)["by"] == {key: 7}
