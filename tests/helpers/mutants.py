@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import hashlib
 import json
 import os
 import random
@@ -89,6 +90,7 @@ class Replaced(ast.NodeTransformer):
     def __init__(self, number: int) -> None:
         self.number, self.at = number, -1
         self.change: tuple[ast.AST, ast.AST] | None = None
+        self.seen: list[str] = []  # all changes, if none is made
 
     def visit(self, node: ast.AST) -> ast.AST:
         if isinstance(node, ast.AnnAssign):  # a type is not run
@@ -103,17 +105,24 @@ class Replaced(ast.NodeTransformer):
             return node  # a docstring
         for new in changed(node):
             self.at += 1
-            if self.at == self.number:
+            if self.number < 0:
+                self.seen.append(f"{ast.unparse(node)} -> {ast.unparse(new)}")
+            elif self.at == self.number:
                 self.change = node, new
                 return ast.copy_location(new, node)
         return self.generic_visit(node)
 
 
-def sites(path: Path) -> int:
-    """How many mutants a file has."""
-    counter = Replaced(-1)
-    counter.visit(ast.parse(path.read_text("utf-8")))
-    return counter.at + 1
+def sites(path: Path) -> list[str]:
+    """What each mutant of a file changes; what stands there several times is numbered."""
+    seeing = Replaced(-1)
+    seeing.visit(ast.parse(path.read_text("utf-8")))
+    met: Counter[str] = Counter()
+    told = []
+    for text in seeing.seen:
+        told.append(f"{text} {met[text]}")
+        met[text] += 1
+    return told
 
 
 def mutant(root: Path, path: Path, number: int) -> Mutant:
@@ -128,14 +137,22 @@ def mutant(root: Path, path: Path, number: int) -> Mutant:
 
 
 def sample(root: Path, folders: list[str], count: int, seed: int) -> list[Mutant]:
-    """`count` mutants of the files in these folders, each place as likely as another."""
+    """`count` mutants of the files in these folders, each place as likely as another.
+
+    They are drawn by what they are, not by where they stand: a change elsewhere draws no others, so
+    that the figures of two trees compare.
+    """
     named = [root / name for name in folders]
     files = sorted(
         path for item in named for path in (item.rglob("*.py") if item.is_dir() else [item])
     )
-    places = [(path, number) for path in files for number in range(sites(path))]
-    drawn = random.Random(seed).sample(places, min(count, len(places)))
-    return [mutant(root, path, number) for path, number in sorted(drawn)]
+    drawn = []
+    for path in files:
+        for number, text in enumerate(sites(path)):
+            lot = f"{seed} {path.relative_to(root)} {text}"
+            drawn.append((hashlib.sha256(lot.encode()).digest(), path, number))
+    drawn = sorted(drawn)[:count]
+    return [mutant(root, path, number) for path, number in sorted(item[1:] for item in drawn)]
 
 
 def rows(data: Path) -> list[tuple[str, str, bytes]]:
@@ -270,6 +287,8 @@ def is_found(item: Mutant, tests: list[str], copies: list[Path], limit: int) -> 
             timeout=limit,
             check=False,
         )
+        if done.returncode == 4:  # a test has another name than when it was measured
+            raise RuntimeError(done.stderr.decode(errors="replace")[-500:])
         return done.returncode not in (0, 5)
     except subprocess.TimeoutExpired:
         return True
@@ -288,7 +307,7 @@ def main() -> None:
         "--most", type=int, default=150, help="the tests that are run of each mutant"
     )
     parser.add_argument(
-        "--limit", type=int, default=120, help="seconds until a mutant runs forever"
+        "--limit", type=int, default=600, help="seconds until a mutant runs forever"
     )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--data", type=Path, help="data of coverage that is there already")
