@@ -148,11 +148,15 @@ def refuse_no_path(**given: object) -> None:
             what, hint = f"{option}: an open file is not a path", "give the name of the file"
             raise OptionRefused(what, hint=hint)
         text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
-        if text and "\0" not in os.fsdecode(text):
-            continue
         what = f"{option}={path!r:.100} is not a path"
         if text:
-            what = f"{option}={path!r:.100} holds a zero byte, so it is not a path"
+            try:
+                if b"\0" not in os.fsencode(text):
+                    continue
+                odd = "a zero byte"
+            except UnicodeEncodeError:  # as no name is that a system gave
+                odd = "half a character (a lone surrogate)"
+            what = f"{option}={path!r:.100} holds {odd}, so it is not a path"
         raise OptionRefused(what, hint="name a file or a folder")
 
 

@@ -76,6 +76,7 @@ def test_all_that_is_wrong_is_told_with_its_line(tmp_path):
         '{"source": "a", "output": "b", "to": "onnx"}',
         '{"source": "a\\u0000", "output": "b"}',
         '{"source": ["a", "c\\u0000"], "output": "b"}',
+        '{"source": "a", "output": "b\\ud800"}',
     ]
     (tmp_path / "m.jsonl").write_text("\n".join(bad))
     with pytest.raises(BatchRefused) as raised:
@@ -85,7 +86,8 @@ def test_all_that_is_wrong_is_told_with_its_line(tmp_path):
         f"m.jsonl:{number}" for number in range(1, len(bad) + 1)
     ]
     assert "did you mean dtype?" in problems[7] and "bf17" in problems[8]
-    assert "zero byte" in problems[-2] and "zero byte" in problems[-1]
+    assert "zero byte" in problems[-3] and "zero byte" in problems[-2]
+    assert "half a character" in problems[-1]
     assert "true or false" in problems[9] and "true or false" in problems[10]
     with pytest.raises(MissingFile):
         read_manifest(tmp_path / "none.jsonl", COMMON)

@@ -23,9 +23,11 @@ from helpers.program import run
         ckptconv.load_portable,
     ],
 )
-def test_a_path_with_a_zero_byte_is_refused(call):
+def test_a_path_that_no_system_takes_is_refused(call):
     with pytest.raises(OptionRefused, match="zero byte"):
         call("a\0b.pt")
+    with pytest.raises(OptionRefused, match="half a character"):
+        call("a\ud800.pt")
 
 
 def test_no_paths_and_no_callback_are_refused():
