@@ -278,8 +278,9 @@ class _Patching:
                 hint = "name the BASE that the delta was made from"
                 raise KeyMismatch(what, path=delta.path, where=key, hint=hint)
             other = found.setdefault(self._views[key], key)
-            if other != key and delta.after.get(other) != delta.after.get(key):
-                what = f"is the same tensor as {printable(other)} in BASE, which becomes another"
+            # before too: only one of the names is held against the bytes
+            if any(told.get(other) != told.get(key) for told in (delta.before, delta.after)):
+                what = f"is the same tensor as {printable(other)} in BASE, but not in the delta"
                 hint = "write BASE as safetensors with --tied duplicate first"
                 raise KeyConflict(what, path=delta.path, where=key, hint=hint)
         return found

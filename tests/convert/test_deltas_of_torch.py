@@ -95,6 +95,19 @@ def test_names_that_part_are_refused(room):
         delta_checkpoints(room / "base.pt", room / "new.pt", room / "d")
 
 
+def test_a_base_that_ties_what_the_delta_knows_apart_is_refused(room):
+    apart = trained(0) | {"head.weight": torch.zeros(40, 30)}
+    torch.save(apart, room / "apart.pt")
+    torch.save(apart | {"half": trained(1)["half"]}, room / "new.pt")
+    delta_checkpoints(room / "apart.pt", room / "new.pt", room / "d")
+    with pytest.raises(KeyConflict, match=r"head\.weight: is the same tensor as embed"):
+        apply_deltas(room / "base.pt", room / "d", room / "out.pt")
+    assert not (room / "out.pt").exists()
+    apply_deltas(room / "apart.pt", room / "d", room / "out.pt")
+    found = torch.load(room / "out.pt", weights_only=True)
+    assert torch.equal(found["half"], trained(1)["half"]) and not found["head.weight"].any()
+
+
 @pytest.mark.parametrize(
     ("odd", "hint"),
     [
