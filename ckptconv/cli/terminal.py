@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -348,9 +349,27 @@ def show_page(text: str) -> None:
     width, height = _size()
     console = Console(force_terminal=True, width=min(width, 110))
     with console.capture() as captured:
-        console.print(Markdown(text))
+        # the names of files in links lead nowhere from here
+        typed = re.sub(r"(!?)\[([^][]+)\]\(([^)\s]+)\)", _link_in_words, text)
+        console.print(Markdown(typed, hyperlinks=False))
     shown = captured.get()
     if shown.count("\n") < height:
         click.echo(shown, nl=False)
     else:
         click.echo_via_pager(shown)
+
+
+def _link_in_words(link: re.Match[str]) -> str:
+    """What is shown for a link of a page, in Markdown: for another page the command that shows it;
+    an address stays, and is written out.
+    """
+    is_image, words, target = link.groups()
+    page = target.partition("#")[0]
+    if is_image:
+        return ""
+    if "://" in target:
+        return link[0]
+    if not page or "/" in page:  # on this page, or none of those that are shown
+        return str(words)
+    command = f"`ckptconv help {page.removesuffix('.md')}`"
+    return command if words == page else f"{words} ({command})"

@@ -107,6 +107,12 @@ def test_a_terminal_gets_the_page_rendered_and_a_long_one_in_a_pager():
     assert "PAGED:" not in short and "Checkpoints elsewhere" in short and "\x1b[" in short
 
 
+def test_a_link_on_a_terminal_is_the_command_that_shows_its_page():
+    shown = on_terminal("help", "remote", rows=1000, NO_COLOR="1")
+    assert ".md" not in shown and "\x1b]8" not in shown
+    assert "ckptconv help benchmarks" in shown
+
+
 def test_a_terminal_without_colours_gets_none():
     shown = on_terminal("help", "remote", rows=1000, NO_COLOR="1")
     assert "Checkpoints elsewhere" in shown
