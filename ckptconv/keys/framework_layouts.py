@@ -9,12 +9,12 @@ needed, they come from the config beside the checkpoint or stand behind the name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
 from ckptconv.keys.rules import Rule, Step
-from ckptconv.keys.tensor_rules import RuleOperation, TensorRule, matched
+from ckptconv.keys.tensor_rules import Pattern, RuleOperation, TensorRule, matched
 from ckptconv.support.errors import KeyConflict, printable
 from ckptconv.support.name_lists import lines_beside
 from ckptconv.support.records import NamedTuple, dataclass
@@ -130,6 +130,25 @@ def _presets_for(key: str, told: object) -> list[str]:
     return [name for name, layout in LAYOUTS.items() if told in layout.only.get(key, ())]
 
 
+def layouts_between(keys: Collection[str], wanted: str) -> list[str]:
+    """The layouts by which one of these keys becomes `wanted`, a key of the Hub.
+
+    >>> layouts_between(["layers.0.self_attn.qkv_proj.weight"], "layers.0.self_attn.k_proj.weight")
+    ['phi3']
+    """
+    met: dict[str, None] = {}
+    for name, layout in LAYOUTS.items():
+        for row in layout.rows:
+            for theirs, hub, _, _ in _settled(row, Heads(1, 1)):
+                if _has_any(hub, [wanted]) and _has_any((theirs, *row.older), keys):
+                    met[name] = None
+    return [*met]
+
+
+def _has_any(patterns: Sequence[Pattern], keys: Collection[str]) -> bool:
+    return any(matched(pattern, key) is not None for pattern in patterns for key in keys)
+
+
 def layout_rules(name: str, heads: Heads | None, *, back: bool) -> tuple[Rule, ...]:
     """The rules of the layout `name`, to the Hub or `back`."""
     layout = LAYOUTS[name]
@@ -173,7 +192,7 @@ class InLayout(Rule):
     def step(self, keys: Sequence[str]) -> Step:
         sources = [source for rule in self.rules for source in rule.sources]
         for key in keys:
-            if not any(matched(source, key) is not None for source in sources):
+            if not _has_any(sources, [key]):
                 whose = "Hugging Face's" if self.is_back else "its"
                 what = f"{self.words} does not know this key; it is none of {whose} names"
                 hint = f"leave it out: --exclude '{printable(key)}', before the preset"

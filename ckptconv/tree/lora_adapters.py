@@ -161,8 +161,11 @@ def role_of(key: str) -> tuple[str, str, str] | None:
         return found["module"], role, found["adapter"] or ""
     for end, role in _ENDS.items():
         if key.endswith(end) and len(key) > len(end):
-            # the name that its layer had within an attention processor of diffusers
-            return key.removesuffix(end).replace(".processor.to_", ".to_"), role, ""
+            # the names that layers had within an attention processor of diffusers
+            module = key.removesuffix(end)
+            if module.endswith(".processor.to_out"):
+                module = f"{module}.0"
+            return module.replace(".processor.to_", ".to_"), role, ""
     return None
 
 

@@ -53,16 +53,19 @@ _DOTTED = {**_OF_BOTH, "lycoris.": "", "model.": "", "": ""}
 # in this order: `lora_` is what others begin with
 # What they put before a path whose dots are underscores
 _JOINED = {
+    "lora_unet__": "unet",  # VideoX-Fun
     "lora_unet_": "unet",
     "lora_prior_unet_": "unet",
     "lora_transformer_": "unet",
     "lora_te_": "te1",
     "lora_te1_": "te1",
     "lora_te2_": "te2",
-    "lora_te3_": "te3",
+    "lora_te3_": "te2",  # T5, whose names CLIP does not have: the third one of Stable Diffusion 3
     "lycoris_": "",
     "lora_": "",
 }
+
+_T5 = "encoder.block."
 
 
 class Place(NamedTuple):
@@ -217,7 +220,7 @@ def _spellings_of_unet(rest: str, whole: Places, rests: Collection[str]) -> Iter
 def _spellings_of_encoder(rest: str, component: str, whole: Places) -> Iterator[Spelling]:
     names = open_clip_in_transformers(rest)
     if not names:
-        if rest.startswith(("text_model.", "encoder.block.")):
+        if rest.startswith(("text_model.", _T5)):
             yield Spelling(rest, component, whole, "diffusers")
         return
     places = whole
@@ -283,10 +286,25 @@ def found_modules(key_of: Mapping[str, str], known: Names) -> tuple[dict[str, Pl
         what = f"goes to {printable(missing[name])}, which the base does not have"
         if others:
             what = f"{what}; nor {some_text([missing[each] for each in others])}"
-        raise KeyMismatch(what, where=key_of[name], hint=_LEAVE_OUT)
+        raise KeyMismatch(what, where=key_of[name], hint=_hint(known, missing[name]))
     return {name: (Place(moved[plain]),) for name, plain in missing.items()}, [
         f"the modules of the adapter have another start in the base: {start}"
     ]
+
+
+def _hint(known: Names, module: str) -> str:
+    """What to do where a base has no module of this name."""
+    from ckptconv.keys.framework_layouts import layouts_between
+
+    weights = [f"{name}.weight" for name in known.modules]
+    layouts = layouts_between(weights, f"{module}.weight")
+    if layouts:
+        presets = " or ".join(layouts)
+        return (
+            "the base has the names of another program: convert it first, "
+            f"ckptconv convert BASE OTHER --preset {presets}"
+        )
+    return _LEAVE_OUT
 
 
 _LEAVE_OUT = (
@@ -431,6 +449,8 @@ _IN_DIFFUSERS = {"unet": "unet.", "te1": "text_encoder.", "te2": "text_encoder_2
 
 
 def _start_of_kohya(asked: NamingContext, spelling: Spelling, component: str) -> str:
+    if component == "te2" and spelling.name.startswith(_T5):
+        return "lora_te3_"
     if component in ("unet", "te2"):
         return f"lora_{component}_"
     if not component and spelling.naming == "own":
@@ -439,7 +459,7 @@ def _start_of_kohya(asked: NamingContext, spelling: Spelling, component: str) ->
         what = "is of a text encoder, of which neither the base nor the adapter says which"
         raise KeyMismatch(what, hint="name a base that holds the whole pipeline, in one file")
     # sd-scripts: a model with one text encoder has no number in its name
-    told = asked.starts & {"lora_te_", "lora_te1_", "lora_te2_", "text_encoder_2."}
+    told = asked.starts & {"lora_te_", "lora_te1_", "lora_te2_", "lora_te3_", "text_encoder_2."}
     if asked.family == "sd" or (not asked.family and "lora_te_" in told):
         return "lora_te_"
     if not asked.family and not told:
@@ -451,7 +471,7 @@ def _start_of_kohya(asked: NamingContext, spelling: Spelling, component: str) ->
 def _start_of_comfyui(asked: NamingContext, spelling: Spelling, component: str) -> str:
     if component == "unet":
         return "diffusion_model."
-    if spelling.name.startswith("encoder."):
+    if spelling.name.startswith(_T5):
         return "text_encoders.t5xxl.transformer."
     if component == "te2":
         return "text_encoders.clip_g.transformer."

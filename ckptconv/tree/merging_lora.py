@@ -22,8 +22,9 @@ from ckptconv.support.errors import (
 )
 from ckptconv.support.records import dataclass
 from ckptconv.support.text import count_text, first_few, starred
+from ckptconv.tensors.dtypes import FLOAT8
 from ckptconv.tensors.refs import TensorObject, TensorRef, view_identity
-from ckptconv.tensors.scaled_weights import may_hold_codes
+from ckptconv.tensors.scaled_weights import find_scaled, may_hold_codes
 from ckptconv.tensors.views import in_order, reshaped
 from ckptconv.tree.checkpoint import Checkpoint
 from ckptconv.tree.lora_adapters import PEFT_PREFIX, Adapter, Config, Parts, read_adapter
@@ -136,6 +137,9 @@ class _Base:
         if ref.dtype.name not in MERGED_TYPES:
             what = f"goes to {printable(key)}, which is {ref.dtype.name}"
             hint = "add --dequantize" if ref.dtype.kind in ("int", "bits", "float") else None
+            scaled = (each.codes for each in find_scaled(self.tensors))
+            if ref.dtype in FLOAT8 and key not in scaled:
+                hint = "its values were cast: convert the base with --dtype bf16 first"
             raise RefusedObject(what, where=role_key, hint=hint)
         if part is None:
             return ref

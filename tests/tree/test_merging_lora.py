@@ -19,6 +19,7 @@ from ckptconv import (
     MergeLora,
     OptionRefused,
     RefusedObject,
+    convert_checkpoint,
     load_portable,
     merge_lora_checkpoint,
     open_checkpoint,
@@ -144,12 +145,17 @@ def test_names_of_each_convention_are_found(base, name):
         ("output_blocks.5.1.conv", "unet.up_blocks.1.upsamplers.0.conv"),
         ("double_blocks.7.img_mlp.0", "transformer.transformer_blocks.7.ff.net.0.proj"),
         ("double_blocks.7.img_mlp.0", "lora_unet_double_blocks_7_img_mlp_0"),
+        ("blocks.0.cross_attn.k", "lora_unet__blocks_0_cross_attn_k"),
+        ("middle_block.1.attn1.to_q", "unet.mid_block.attentions.0.attn1.processor.to_q_lora"),
+        ("middle_block.1.attn1.to_out.0", "mid_block.attentions.0.attn1.processor.to_out_lora"),
     ],
 )
 def test_names_of_diffusers_in_an_original_file(tmp_path, key, name):
+    """VideoX-Fun's `lora_unet__`; UNET_TO_DIFFUSERS of diffusers' utils/state_dict_utils.py."""
     weights = {f"model.diffusion_model.{key}.weight": torch.zeros(12, 8)}
     save_file(weights, tmp_path / "base.safetensors")
-    given = factors(name, KOHYA)
+    ends = ("down.weight", "up.weight") if name.endswith("_lora") else KOHYA
+    given = factors(name, ends)
     [found] = merged(tmp_path, of_file(tmp_path, given)).values()
     assert torch.allclose(found, product(given), atol=1e-5)
 
@@ -524,6 +530,27 @@ def test_a_part_that_finds_no_tensor(base):
     assert not (folder / "out.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("key", "module", "presets"),
+    [
+        ("blk.0.attn_k", "model.layers.0.self_attn.k_proj", "gguf-llama or gguf-qwen2 or .*"),
+        ("output", "lm_head", "meta-llama or .*"),
+        ("model.layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.k_proj", "phi3"),
+    ],
+)
+def test_a_base_in_the_names_of_another_program_is_to_be_converted_first(
+    tmp_path, key, module, presets
+):
+    path = tmp_path / "base.safetensors"
+    save_file({f"{key}.weight": torch.randn(24, 8)}, path)
+    adapter = of_peft(tmp_path, factors(PEFT + module, sizes=(8, 8)))
+    with pytest.raises(KeyMismatch, match=f"convert it first, .* --preset {presets}$"):
+        merged(tmp_path, adapter)
+    if presets == "phi3":
+        convert_checkpoint(path, path, preset="phi3:2,2", force=True)
+        assert len(merged(tmp_path, adapter)) == 3
+
+
 NEEDED = {
     "misfit": (factors(PEFT + Q, sizes=(12, 9)), {}, KeyMismatch, "do not fit the weight"),
     "other rank": (factors(PEFT + Q), {"r": 3}, KeyMismatch, "rank 4, and the config .* says 3"),
@@ -682,6 +709,18 @@ def test_a_quantised_base_needs_dequantize(tmp_path):
     found = merged(tmp_path, adapter, dequantize=True, dtype="f32")
     expected = codes.float() + product(given, 2.0)
     assert torch.allclose(found[f"{Q}.weight"], expected, atol=1e-5)
+
+
+def test_a_base_that_was_cast_to_float8_is_cast_back_first(tmp_path):
+    """Without scales, as the files of Flux for ComfyUI, it has nothing that --dequantize takes."""
+    given, path = factors("diffusion_model." + Q, KOHYA), tmp_path / "base.safetensors"
+    values = torch.randn(12, 8).to(torch.float8_e4m3fn)
+    save_file({f"{Q}.weight": values}, path)
+    with pytest.raises(RefusedObject, match="its values were cast: convert the base"):
+        merged(tmp_path, of_file(tmp_path, given))
+    convert_checkpoint(path, path, dtype="bf16", force=True)
+    found = merged(tmp_path, of_file(tmp_path, given))[f"{Q}.weight"]
+    assert torch.equal(found, (values.float() + product(given)).bfloat16())
 
 
 @pytest.mark.parametrize("told", [None, "bf16", "f16", "f32"])

@@ -72,6 +72,7 @@ LDM = {
 }
 CLIP = {f"text_model.encoder.layers.0.self_attn.{c}_proj": (H, H) for c in ("q", "k", "v", "out")}
 CLIP |= {"text_model.encoder.layers.0.mlp.fc1": (MLP, H)}
+T5 = {"encoder.block.0.layer.0.SelfAttention.q": (H, H)}
 LLAMA = {"model.layers.0.self_attn.q_proj": (12, H), "model.layers.11.mlp.down_proj": (H, MLP)}
 LLAMA |= {"lm_head": (20, H)}
 
@@ -88,7 +89,8 @@ BASES = {
     | weights(CLIP, "conditioner.embedders.0.transformer."),
     "sdxl of diffusers": weights(sdxl(SD, "add_embedding.linear_1"), "unet.")
     | weights(CLIP, "text_encoder.") | weights(CLIP, "text_encoder_2."),
-    "flux": weights(BFL, "model.diffusion_model."),
+    "flux": weights(BFL, "model.diffusion_model.")
+    | weights(T5, "text_encoders.t5xxl.transformer."),
     "flux of diffusers": weights(FLUX),
     "llama": weights(LLAMA),
 }  # fmt: skip
@@ -122,7 +124,11 @@ NAMES = {
     ("flux of diffusers", "lora-kohya"): {
         "transformer_blocks.0.attn.to_add_out": "lora_unet_double_blocks_0_txt_attn_proj",
     },
+    ("flux", "lora-kohya"): {  # LORA_PREFIX_TEXT_ENCODER_T5 of sd-scripts' networks/lora_flux.py
+        "SelfAttention.q": "lora_te3_encoder_block_0_layer_0_SelfAttention_q",
+    },
     ("flux", "lora-diffusers"): {
+        "SelfAttention.q": "text_encoder_2.encoder.block.0.layer.0.SelfAttention.q",
         "single_blocks.0.linear2": "transformer.single_transformer_blocks.0.proj_out",
     },
     ("llama", "lora-peft"): {"model.layers.11.mlp.down_proj":
