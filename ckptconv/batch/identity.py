@@ -13,6 +13,7 @@ from typing import Any
 from ckptconv.convert.companions import companion_places
 from ckptconv.convert.job import Job
 from ckptconv.convert.options import Options, Request
+from ckptconv.convert.words import FILES_READ
 from ckptconv.formats.folders.steps import training_files
 from ckptconv.formats.folders.trained import NUMBERS
 from ckptconv.io import places
@@ -22,11 +23,8 @@ from ckptconv.io.places import files_below, place_of
 from ckptconv.support.errors import OptionRefused
 from ckptconv.support.records import given_fields
 
-RULES = 1
+VERSION = 1
 """The version of what conversions make of a source: a higher one has all of them made again."""
-
-_FILES_NAMED = ("rules", "like", "metadata_from", "order_from")
-"""The options that may name files, which are part of what a job is."""
 
 
 def places_of(job: Job) -> list[Location]:
@@ -122,7 +120,7 @@ def fingerprint(job: Job) -> str:
     or the rules of conversion are others. Nothing is read but what lists and describes files.
     """
     told = {
-        "rules": RULES,
+        "rules": VERSION,
         "source": [[place.absolute_name, stamps(place)] for place in places_of(job)],
         "tag": job.tag,
         "options": _options_told(job.options),
@@ -167,7 +165,7 @@ def _plain(value: Any) -> Any:
 def _places_named(job: Job) -> Iterator[Location]:
     if not isinstance(job.options, Options):
         return
-    for name in _FILES_NAMED:
+    for name in FILES_READ:
         for value in _listed(getattr(job.options, name)):
             if isinstance(value, (str, os.PathLike)):
                 yield place_of(value)

@@ -67,7 +67,7 @@ def _export_gpus(
     """What a shell evaluates goes to stdout, all else to stderr."""
     from ckptconv.devices import report
     from ckptconv.devices.gpu_choice import choose_gpus, settings
-    from ckptconv.formats.hf_names import parse_size
+    from ckptconv.support.text import parse_size
 
     if as_json and shell:
         raise click.UsageError(

@@ -24,7 +24,7 @@ from ckptconv.cli.completion import (
     offer_steps,
 )
 from ckptconv.cli.terminal import SILENT, is_asked
-from ckptconv.convert.words import OptionWords
+from ckptconv.convert.words import FILES_WRITTEN, OptionWords
 from ckptconv.io.places import place_of
 from ckptconv.support import platforms
 from ckptconv.support.addresses import address_in
@@ -101,14 +101,10 @@ NEW_FILE = _FileName(_no_dash)
 # ------------------------------------------------------------------------------------------ options
 
 
-RULES = ("strip_prefix", "add_prefix", "rename", "regex", "preset", "rules", "reverse")
-CHOICES = ("include", "exclude")
-FITTING = ("like", "model", "drop_unexpected")
-"""The options by the commands that have them; what is in none of these, all that convert."""
-
-
-# the options that name files which tell of one output
-_TOLD = ("save_mapping", "manifest")
+# The options that only some commands have; all others belong to every one that converts
+_RULES = ("strip_prefix", "add_prefix", "rename", "regex", "preset", "rules", "reverse")
+_CHOOSING = ("include", "exclude")
+_FITTING = ("like", "model", "drop_unexpected")
 
 
 def _words(names: Sequence[str], **settings: Any) -> list[Callable[[F], F]]:
@@ -125,7 +121,7 @@ def _word_of(item: Field[Any], **settings: Any) -> Callable[[F], F]:
     elif any(word in kind for word in ("Words", "Pairs", "Sequence", "Mapping")):
         settings["multiple"] = True
     if taken is None and "PathLike" in kind:
-        taken = NEW_FILE if item.name in _TOLD else FILE
+        taken = NEW_FILE if item.name in FILES_WRITTEN else FILE
     return option(
         f"--{as_written(item.name)} {told['metavar']}",
         told["help"],
@@ -148,7 +144,7 @@ _OFFERS: dict[str, Any] = {
 
 def key_options(default: str) -> Callable[[F], F]:
     """The options of key rules, which apply in the order in which they are given."""
-    return together(*_words(["keys"], default=default), *_words(RULES))
+    return together(*_words(["keys"], default=default), *_words(_RULES))
 
 
 DEQUANTIZE = option(
@@ -190,7 +186,7 @@ def _while_it_runs(
 
 def _limit(text: str) -> tuple[str, float]:
     """The name and the value of a limit: a count, a size such as 4GiB, or seconds."""
-    from ckptconv.formats.hf_names import parse_size
+    from ckptconv.support.text import parse_size
 
     name, equals, value = text.partition("=")
     if not equals:
@@ -233,16 +229,16 @@ _ALLOW_HOSTS = _while_it_runs(
 LIMIT = together(_LIMIT, _ALLOW_HOSTS, _UNPINNED)
 """What every command that reads may be allowed."""
 
-choice_options = together(*_words(CHOICES))
+choice_options = together(*_words(_CHOOSING))
 """The options that choose among keys, which every command that writes has."""
 
 recovery_options = together(*_words(("to", "only", "unknown")))
 """The options of what becomes of a damaged file."""
 
-fitting_options = together(*_words(FITTING))
+fitting_options = together(*_words(_FITTING))
 """The options of what the keys are fitted to."""
 
-_APART = (*RULES, *CHOICES, *FITTING, *_TOLD, "keys")
+_APART = (*_RULES, *_CHOOSING, *_FITTING, *FILES_WRITTEN, "keys")
 conversion_options = together(
     *_words([item.name for item in fields(OptionWords) if item.name not in _APART]),
     TAG,
@@ -285,7 +281,7 @@ def output_options_of(sources: str) -> Callable[[F], F]:
         click.argument("sources", metavar=sources, type=FILE, nargs=-1),
         click.argument("output", metavar="OUT", type=OUTPUT, required=False),
         conversion_options,
-        *_words(_TOLD),
+        *_words(FILES_WRITTEN),
         run_options,
     )
 

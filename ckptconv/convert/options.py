@@ -14,7 +14,6 @@ from ckptconv.convert.casts import Casts, read_casts
 from ckptconv.convert.words import RULES, OptionWords, Tied
 from ckptconv.devices.mapping import TagMap, tag_map
 from ckptconv.devices.tags import check_tag
-from ckptconv.formats.hf_names import shard_limit
 from ckptconv.formats.target_format import Target, target_named
 from ckptconv.keys.key_map import RULE_WORDS, STRIP, KeyRules, Keys, rules_of
 from ckptconv.keys.rules import Regex, Rename, Rule
@@ -25,10 +24,12 @@ from ckptconv.support.choices import (
     plain_name,
     refuse_no_flag,
     refuse_no_path,
+    refuse_no_size,
     refuse_no_tags,
     refuse_no_text,
     refuse_no_words,
     refuse_other,
+    size_of,
     spelling_checked,
 )
 from ckptconv.support.errors import OptionRefused, printable
@@ -177,10 +178,10 @@ class Options(OptionWords):
                 continue
             if name in _PLAIN:
                 object.__setattr__(self, name, _PLAIN[name](value))
-            elif item.type in _REFUSING:
-                _REFUSING[item.type](**{name: value})
-            elif name != "keys" and item.metadata["choices"]:
+            elif item.metadata["choices"] and name != "keys":
                 refuse_other(name, value, item.metadata["choices"])
+            elif name not in ("keys", "rules"):
+                _REFUSING[item.type](**{name: value})
         self._key_rules(read=False)
 
     def __repr__(self) -> str:
@@ -202,7 +203,7 @@ class Options(OptionWords):
             only=self.only,
             tied=self.tied,
             unknown=self.unknown,
-            max_shard_size=shard_limit(self.max_shard_size),
+            max_shard_size=size_of("max_shard_size", self.max_shard_size),
             with_files=self.with_files,
             with_training=self.with_training,
             save_mapping=self.save_mapping,
@@ -341,14 +342,15 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
     "rename": partial(paired, "rename"),
     "regex": partial(paired, "regex"),
 }
-# what raises `OptionRefused` for an option of a type
+# what raises `OptionRefused` for an option of a type; each option that is not plain, has no choices
+# and is no rule has its type here
 _REFUSING: dict[Any, Callable[..., object]] = {
     "bool": refuse_no_flag,
     "str | None": refuse_no_text,
     "str | os.PathLike[str] | None": refuse_no_path,
     "Words": refuse_no_words,
     "Tied": lambda tied: refuse_no_text(tied=tied or ""),
-    "int | str | None": lambda max_shard_size: shard_limit(max_shard_size),
+    "int | str | None": refuse_no_size,
 }
 
 

@@ -32,6 +32,7 @@ from ckptconv.convert.options import Options, Request
 from ckptconv.convert.plan import ConversionPlan, PlannedFile, PlannedFrom
 from ckptconv.convert.targets import for_folder, keeps_modules, refuse_unheld, target
 from ckptconv.convert.with_files import with_files, with_training_named
+from ckptconv.convert.words import FILES_READ
 from ckptconv.formats.target_format import TargetFormat, Tree, one_item
 from ckptconv.io.guarded import check_places
 from ckptconv.io.places import Output, place_of, resolved
@@ -107,8 +108,9 @@ def _stands_alone(options: Options) -> bool:
     """Whether equal options stand for the same at any time: no file or device is asked, and
     nothing in them can be changed.
     """
-    looked_at = options.like, options.model, options.metadata_from, options.order_from
-    if options.device == "auto" or options.rules or looked_at != (None, None, None, None):
+    if options.device == "auto" or options.model is not None:
+        return False
+    if any(getattr(options, name) for name in FILES_READ):
         return False
     try:
         hash(options)

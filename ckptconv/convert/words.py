@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
 
 from ckptconv.formats.target_format import Target
@@ -270,3 +270,16 @@ class OptionWords:
         "Also write the SHA-256 of each file and each tensor of OUT, for ckptconv verify.",
         "FILE",
     )
+
+
+FILES_WRITTEN = ("save_mapping", "manifest")
+"""The options that name files which tell of one output."""
+
+FILES_READ = tuple(
+    item.name
+    for item in fields(OptionWords)
+    if "PathLike" in str(item.type) and item.name not in FILES_WRITTEN
+)
+"""The options that may name files which a conversion reads: what is in them is part of what it is
+asked to do, so a batch does a job again when one of them has changed.
+"""

@@ -8,7 +8,6 @@ Names and index are those of the Hugging Face libraries: ``model-00001-of-00005.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import posixpath
 import re
@@ -19,38 +18,7 @@ from typing import Any
 
 from ckptconv.io.location import Location, read_small
 from ckptconv.io.places import place_of
-from ckptconv.support.errors import CheckpointError, OptionRefused, is_on_command_line
-
-_UNITS = {"": 1}
-for _power, _letter in enumerate("KMGT", 1):
-    _UNITS |= {_letter: 1000**_power, f"{_letter}I": 1024**_power}
-_SIZE = partial(re.fullmatch, r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?")
-
-
-def parse_size(text: str) -> int:
-    """A size in bytes; decimal units, as disks and the Hugging Face libraries count.
-    `CheckpointError` when it is none.
-
-    >>> parse_size("5GB"), parse_size("500 MB"), parse_size("1.5KiB"), parse_size("1000")
-    (5000000000, 500000000, 1536, 1000)
-    """
-    found = _SIZE(text.strip().upper())
-    if found is None or (size := int(float(found[1]) * _UNITS[found[2] or ""])) <= 0:
-        raise CheckpointError(f"'{text}' is not a size", hint="write it as 5GB or 500MB")
-    return size
-
-
-def shard_limit(given: int | str | None) -> int | None:
-    """The bytes that a file may hold, by `max_shard_size`; `OptionRefused`: it is not a size."""
-    if type(given) is str:
-        with contextlib.suppress(CheckpointError):
-            return parse_size(given)
-    elif given is None or (type(given) is int and given > 0):
-        return given
-    hint = "write it as '5GB' or '500MB', or give a number of bytes"
-    is_typed = type(given) is str and is_on_command_line()
-    option = "--max-shard-size " if is_typed else "max_shard_size="
-    raise OptionRefused(f"{option}{given!r:.100} is not a size", hint=hint)
+from ckptconv.support.errors import CheckpointError
 
 
 def split(sizes: Sequence[int], groups: Sequence[Hashable], limit: int) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -9,7 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, get_args
 
 from ckptconv.support.arrays import np
-from ckptconv.support.errors import OptionRefused, UnknownOption, printable
+from ckptconv.support.errors import (
+    CheckpointError,
+    OptionRefused,
+    UnknownOption,
+    is_on_command_line,
+    printable,
+)
+from ckptconv.support.text import parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -137,6 +145,30 @@ refuse_no_words = _refusing(
     "write it as {option}='{form}' or {option}=['{form}', '{form}']",
 )
 """Raises `OptionRefused` unless each option is a text that is not empty, or a list of such."""
+
+
+def size_of(option: str, given: object) -> int | None:
+    """The bytes of a size, a number or a text such as ``5GB``; None where none is given.
+    `OptionRefused`: it is not a size.
+    """
+    if isinstance(given, str):
+        with contextlib.suppress(CheckpointError):
+            return parse_size(given)
+    elif given is None:
+        return None
+    elif type(given) is int and given > 0:
+        return given
+    name = f"{option}="
+    if isinstance(given, str) and is_on_command_line():
+        name = f"--{option.replace('_', '-')} "
+    hint = "write it as '5GB' or '500MB', or give a number of bytes"
+    raise OptionRefused(f"{name}{given!r:.100} is not a size", hint=hint)
+
+
+def refuse_no_size(**given: object) -> None:
+    """Raise `OptionRefused` unless each option is None or a size."""
+    for option, size in given.items():
+        size_of(option, size)
 
 
 def refuse_no_path(**given: object) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path, PurePath
 
 from ckptconv.support.addresses import UrlPath
-from ckptconv.support.errors import printable
+from ckptconv.support.errors import CheckpointError, printable
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 SHOWN = 5
@@ -26,6 +27,24 @@ def size_text(nbytes: float) -> str:
     while nbytes >= 999.5 and unit < len(_UNITS) - 1:
         nbytes, unit = nbytes / 1000, unit + 1
     return f"{nbytes:.1f} {_UNITS[unit]}"
+
+
+def parse_size(text: str) -> int:
+    """The bytes that a size in words is; `CheckpointError` when it is none.
+
+    >>> parse_size("5GB"), parse_size("500 MB"), parse_size("1.5KiB"), parse_size("1000")
+    (5000000000, 500000000, 1536, 1000)
+    """
+    found = _SIZE(text.strip().upper())
+    if found is None or (size := int(float(found[1]) * _FACTORS[found[2] or ""])) <= 0:
+        raise CheckpointError(f"'{text}' is not a size", hint="write it as 5GB or 500MB")
+    return size
+
+
+_FACTORS = {"": 1}
+for _power, _letter in enumerate("KMGT", 1):
+    _FACTORS |= {_letter: 1000**_power, f"{_letter}I": 1024**_power}
+_SIZE = partial(re.fullmatch, r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?")
 
 
 def count_text(count: int, noun: str) -> str:

@@ -19,6 +19,7 @@ from ckptconv import CheckpointError, KeyRules
 from ckptconv.convert.options import Options
 from ckptconv.convert.words import TensorWords
 from ckptconv.support.errors import OptionRefused, on_command_line
+from ckptconv.support.text import parse_size
 from helpers.program import SAMPLES, assert_one_error, run
 
 DDP = SAMPLES / "ddp_cuda3.pt"
@@ -269,3 +270,17 @@ def test_whatever_is_no_argument_is_refused_by_its_name(name, tmp_path, monkeypa
         told = str(raised.value)
         assert option in told or (name, option) in NAMED_OTHERWISE, (option, told)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("1.5 GiB", 3 << 29), ("200mb", 2 * 10**8), ("7", 7), ("3KB", 3000)],
+)
+def test_sizes_are_decimal(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "5 apples", "1e9"])
+def test_other_sizes_are_refused(text):
+    with pytest.raises(CheckpointError, match="is not a size; write it as 5GB"):
+        parse_size(text)

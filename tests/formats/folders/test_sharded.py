@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from ckptconv import CheckpointError, KeyRules, convert_checkpoint, load_portable, open_checkpoint
 from ckptconv.convert import report
 from ckptconv.convert.plan import ConversionPlan
-from ckptconv.formats.hf_names import index_text, parse_size
+from ckptconv.formats.hf_names import index_text
 from ckptconv.support.errors import OutputRefused, VerificationFailed
 from helpers import oracle
 from helpers.program import PROGRAM, run_process
@@ -519,20 +519,6 @@ def test_the_summary_and_the_json_name_the_shards(tmp_path):
     ]
     line = next(row.text for row in report.plan_lines(result.plan) if row.label == "shards")
     assert f"{len(shards)} in all, the largest " in line and line.endswith(INDEX)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("5GB", 5 * 10**9), ("1.5 GiB", 3 << 29), ("200mb", 2 * 10**8), ("7", 7), ("3KB", 3000)],
-)
-def test_sizes_are_decimal(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "5 apples", "1e9"])
-def test_other_sizes_are_refused(text):
-    with pytest.raises(CheckpointError, match="is not a size; write it as 5GB"):
-        parse_size(text)
 
 
 # ---------------------------------------------------------------------------- metadata of the index
