@@ -209,10 +209,12 @@ class ComputedSource(DerivedSource):
 
     @cached_property
     def is_once_rounded(self) -> bool:
-        """Whether it can be made in another type without being rounded twice."""
-        if self.is_a_copy:  # gathered: as what it is a copy of
-            return any(is_once_rounded(piece.storage) for piece in self.inputs[0].pieces)
-        return self._operation.is_once_rounded
+        """Whether it can be made in another type without being rounded twice: any operation can,
+        but a copy of what lies in a file is only cast.
+        """
+        return not self.is_a_copy or any(
+            is_once_rounded(piece.storage) for piece in self.inputs[0].pieces
+        )
 
     @cached_property
     def unrounded(self) -> ComputedSource:
@@ -247,7 +249,7 @@ class ComputedSource(DerivedSource):
 
     def computed_as(self, target: DType, first: int, count: int, note: Note) -> Cast:
         """So many elements from the one with this number on, in the type `target`: another one than
-        its own only of an operation that rounds once.
+        its own only where it is once rounded.
         """
         if target is not self.value.dtype and self.unrounded is not self:
             return self.unrounded.computed_as(target, first, count, note)

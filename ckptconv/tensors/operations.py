@@ -48,15 +48,14 @@ class Operation(NamedTuple):
     type `target`, from those of the inputs; `plain(parameters, box, numbers)` one element from the
     numbers that are in the boxes that it needs, those of each input in C order.
 
-    `is_once_rounded`: the values are those of float32 (or float64), rounded once to whatever type;
-    who casts what it made has it make the other type instead, of inputs that are not rounded, and
-    with the parameters that `for_another_type` gives.
+    The values are those of float32 (or float64), rounded once, to whatever `target` is: who casts
+    what it made has it make the other type instead, of inputs that are not rounded, and with the
+    parameters that `for_another_type` gives.
     """
 
     needs: Callable[[Any, Box, int], Sequence[Box]]
     values: Callable[[Any, Box, Sequence[Raw], DType], Cast]
     plain: Callable[[Any, Box, Sequence[Sequence[Number]]], Number]
-    is_once_rounded: bool = False
     for_another_type: Callable[[Any], Any] = _as_they_are
 
 
@@ -163,19 +162,13 @@ def _plain_add(parameters: Parameters, box: Box, numbers: Sequence[Sequence[Numb
 
 
 OPERATIONS = {
-    "cast": Operation(_the_same, _cast, _itself, is_once_rounded=True),
-    "mean": Operation(_the_same, _mean, _plain_mean, is_once_rounded=True),
-    "add": Operation(_the_same, _add, _plain_add, is_once_rounded=True),
-    "unblock": Operation(block_needs, block_values, block_plain, is_once_rounded=True),
-    "decode": Operation(decode_needs, decode_values, decode_plain, is_once_rounded=True),
-    "low-rank": Operation(
-        low_rank_needs,
-        low_rank_values,
-        low_rank_plain,
-        is_once_rounded=True,
-        for_another_type=without_rounding,
-    ),
-    "matmul": Operation(product_needs, product_values, product_plain, is_once_rounded=True),
-    "multiply": Operation(_the_same, multiply_values, multiply_plain, is_once_rounded=True),
-    "kron": Operation(kron_needs, kron_values, multiply_plain, is_once_rounded=True),
+    "cast": Operation(_the_same, _cast, _itself),
+    "mean": Operation(_the_same, _mean, _plain_mean),
+    "add": Operation(_the_same, _add, _plain_add),
+    "unblock": Operation(block_needs, block_values, block_plain),
+    "decode": Operation(decode_needs, decode_values, decode_plain),
+    "low-rank": Operation(low_rank_needs, low_rank_values, low_rank_plain, without_rounding),
+    "matmul": Operation(product_needs, product_values, product_plain),
+    "multiply": Operation(_the_same, multiply_values, multiply_plain),
+    "kron": Operation(kron_needs, kron_values, multiply_plain),
 }
