@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckptconv.keys.key_map import STRIP, map_keys
+from ckptconv.keys.key_map import STRIP, map_keys, refuse_half_characters
 from ckptconv.objects.encodings import holds_tensors
 from ckptconv.objects.plain import tensor_form
 from ckptconv.support.errors import (
@@ -53,6 +53,8 @@ def matched(
             notes.append("the wrappers before the keys of NEW are stripped")
     if beside:
         notes.append(f"values that are not tensors are not compared: {first_few(beside, 3)}")
+    with errors_at(path=base.path):
+        refuse_half_characters(old)
     pairs = [Pair(key, ref, _fitting(key, ref, found, new)) for key, ref in old.items()]
     extra = [key for key in found if key not in old]
     if extra:

@@ -160,7 +160,8 @@ def _versions(
 ) -> tuple[int, int]:
     """The version of the base, and the one that is made of it."""
     for name, given in (("version", version), ("base_version", base_version)):
-        if given is not None and (type(given) is not int or given < 0):
+        # of 18 digits at most, as they are read
+        if given is not None and (type(given) is not int or not 0 <= given < 10**18):
             raise OptionRefused(f"{name}={given!r:.50} is not the number of a version")
     before, after = base_version, version
     places = places_of(base)

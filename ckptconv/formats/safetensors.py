@@ -79,8 +79,11 @@ def open_safetensors(source: Source) -> Checkpoint:
         if value in tensors and not (name in tensors or name in aliases or name in _NOT_ALIASES)
     )
     tensors |= {alias: tensors[kept] for alias, kept in aliases.items()}
+    text = metadata.get(ENCODINGS, "{")
+    # in a delta it is the checksum of the tensor of that name
+    is_checksum = ENCODINGS in tensors and not text.startswith("{")
     with errors_at(path=source.path):
-        recipes = metadata.pop(ENCODINGS, None)
+        recipes = None if is_checksum else metadata.pop(ENCODINGS, None)
         restored = tensors if recipes is None else restore(tensors, recipes)
     root = ordered_dict(list(restored.items()))
     return Checkpoint(source.path, CONTAINER, root, source.size, metadata, notes, (source,))

@@ -363,15 +363,19 @@ _TWO_TYPES = (
 )
 
 
+def refuse_half_characters(keys: Collection[str]) -> None:
+    """Raise `KeyConflict` for a key with half a character, which no file can hold."""
+    try:
+        "".join(keys).encode()  # all at once, for there may be a million
+    except UnicodeEncodeError as error:
+        bad = next(key for key in keys if error.object[error.start] in key)
+        raise KeyConflict("a key holds half a character (a lone surrogate)", where=bad) from None
+
+
 def _refuse_collisions(keys: Sequence[str], renamed: Sequence[str | None]) -> None:
     """Raise `KeyConflict` when two of the keys left are the same, or one is empty or not text."""
     new = [after for after in renamed if after is not None]
-    try:
-        # no file can hold half a character; all keys are tried at once, for there may be a million
-        "".join(new).encode()
-    except UnicodeEncodeError as error:
-        bad = next(key for key in new if error.object[error.start] in key)
-        raise KeyConflict("a key holds half a character (a lone surrogate)", where=bad) from None
+    refuse_half_characters(new)
     if len(set(new)) == len(new) and ("" not in new or "" in keys):
         return
     owner: dict[str, str] = {}

@@ -267,8 +267,9 @@ def test_versions_are_those_that_were_asked_for_and_grow(room):
     assert (made.version, made.base_version) == (9, 4)
     with pytest.raises(OptionRefused, match="does not come after"):
         delta_checkpoints(room / "base", room / "one", room / "b", version=2, base_version=2)
-    with pytest.raises(OptionRefused, match="not the number of a version"):
-        delta_checkpoints(room / "base", room / "one", room / "b", version="2")
+    for version in ("2", 10**18):  # which is read again as up to 18 digits
+        with pytest.raises(OptionRefused, match="not the number of a version"):
+            delta_checkpoints(room / "base", room / "one", room / "b", version=version)
     assert not (room / "b").exists()
 
 
@@ -463,6 +464,19 @@ def test_names_of_one_tensor_are_changed_together(tmp_path):
     delta_checkpoints(tmp_path / "two.safetensors", tmp_path / "apart.safetensors", tmp_path / "e")
     apply_deltas(tmp_path / "two.safetensors", tmp_path / "e", out, force=True)
     assert equal(out, tmp_path / "apart.safetensors")
+
+
+def test_tensors_may_have_the_names_of_metadata(tmp_path):
+    """A delta has a checksum under the name of each tensor, among metadata with these names."""
+    names = ("ckptconv.encodings", "format", "device", "base_checksums", "version")
+    old = {name: np.arange(40.0) + at for at, name in enumerate(names)}
+    base, new, out = (tmp_path / f"{name}.safetensors" for name in ("base", "new", "out"))
+    save_file(old, base)
+    save_file({name: value + 1 for name, value in old.items()}, new)
+    delta_checkpoints(base, new, tmp_path / "d")
+    assert apply_delta(tensors_in(base), tmp_path / "d") == tensors_in(new)
+    apply_deltas(base, tmp_path / "d", out)
+    assert equal(out, new)
 
 
 def test_wrappers_of_what_training_saved_are_stripped(room):

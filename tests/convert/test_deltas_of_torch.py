@@ -108,6 +108,14 @@ def test_a_base_that_ties_what_the_delta_knows_apart_is_refused(room):
     assert torch.equal(found["half"], trained(1)["half"]) and not found["head.weight"].any()
 
 
+def test_a_name_that_no_file_can_hold_is_refused(room):
+    torch.save({"\ud800": torch.zeros(3)}, room / "base.pt")
+    torch.save({"\ud800": torch.ones(3)}, room / "new.pt")
+    with pytest.raises(KeyConflict, match="half a character"):
+        delta_checkpoints(room / "base.pt", room / "new.pt", room / "d")
+    assert not (room / "d").exists()
+
+
 @pytest.mark.parametrize(
     ("odd", "hint"),
     [
