@@ -116,10 +116,10 @@ def add_module(**given: Any) -> None:
 def _convert(given: dict[str, Any], wrappers: str, *, is_shared: bool = False) -> None:
     def planned(output: Path, options: Options, request: Request) -> Any:
         from ckptconv.convert.job import Job
-        from ckptconv.convert.planner import target_of
+        from ckptconv.convert.planner import key_target_of
 
         with redirect_stdout(sys.stderr):  # a model that is built may print
-            request = replace(request, fit_to=target_of(options))
+            request = replace(request, fit_to=key_target_of(options))
         job = Job(given["sources"], output, request, tag=given["tag"], force=given["force"])
         refused = refused_by(partial(job.check_output, request))
         if refused is not None and not given["dry_run"]:

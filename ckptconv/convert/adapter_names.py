@@ -31,56 +31,56 @@ from ckptconv.tree.reshaping import MadeKeys
 from ckptconv.tree.walk import tensor_of
 
 
-def with_adapter_edits(options: Request, to: TargetFormat) -> Request:
+def with_adapter_edits(request: Request, to: TargetFormat) -> Request:
     """The request with an edit in the place of the preset; what `fit_to` names is the base of the
     adapter then.
 
     Raises `OptionRefused` for options that say nothing there, and for an output that cannot hold
     the scales.
     """
-    rules = options.keys.rules
+    rules = request.keys.rules
     named = [rule for rule in rules if isinstance(rule, Preset) and rule.of_adapters]
     if len(named) > 1:
         what = f"{named[0].words} and {named[1].words} name the same parts"
         raise OptionRefused(what, hint="give one of them")
     preset = named[0]
-    _refuse_idle(options, preset)
+    _refuse_idle(request, preset)
     if preset.name == "lora-diffusers" and not to.holds_metadata:
         what = f"diffusers keeps alphas in metadata, for which a {to.name} output has no place"
         raise OptionRefused(what, hint="write safetensors")
     at = rules.index(preset)
-    edits: list[Edit] = [*options.edits]
-    before = replace(options.keys, rules=rules[:at])
+    edits: list[Edit] = [*request.edits]
+    before = replace(request.keys, rules=rules[:at])
     if before not in (STRIP, KEEP):
         edits.append(RenameKeys(before))
     convention: Convention = next(each for each in get_args(Convention) if each == preset.name)
-    edits.append(RenameLora(convention, None if options.fit_to is None else options.fit_to.shapes))
+    edits.append(RenameLora(convention, None if request.fit_to is None else request.fit_to.shapes))
     keys = replace(KEEP, rules=rules[at + 1 :])
     return replace(
-        options,
+        request,
         keys=keys,
         edits=tuple(edits),
         fit_to=None,
         tied="duplicate",  # what was one weight shares a matrix, and libraries read no aliases
-        max_shard_size=options.shard_bytes,
+        max_shard_size=request.shard_bytes,
     )
 
 
-def _refuse_idle(options: Request, preset: Preset) -> None:
-    if options.save_mapping is not None:
+def _refuse_idle(request: Request, preset: Preset) -> None:
+    if request.save_mapping is not None:
         what = f"--save-mapping tells of keys, and {preset.words} changes more"
         raise OptionRefused(what, hint="the preset of the other convention goes back")
-    base = options.fit_to
+    base = request.fit_to
     if base is not None and preset.name == "lora-peft" and is_pipeline(place_of(base.name)):
         what = f"{preset.words} is for one model, and {printable(base.name)} has several"
         raise OptionRefused(what, hint="name the folder of the component that the adapter is for")
     if base is not None and base.drop_unexpected:
         what = f"--drop-unexpected says nothing with {preset.words}"
         raise OptionRefused(what, hint="leave parts out before it: --exclude GLOB")
-    if options.tied != "alias":
+    if request.tied != "alias":
         what = f"--tied says nothing with {preset.words}, by which all names have a tensor"
         raise OptionRefused(what, hint="leave it out")
-    if options.max_shard_size not in (None, sys.maxsize):
+    if request.max_shard_size not in (None, sys.maxsize):
         what = "an adapter is one file, which --max-shard-size would split"
         raise OptionRefused(what, hint="leave it out")
 

@@ -61,57 +61,57 @@ from ckptconv.tree.state_dicts import StateDict, find
 
 
 def plan_flat(
-    checkpoint: Checkpoint, output: PurePath, to: TargetFormat, options: Request, *, in_folder: bool
+    checkpoint: Checkpoint, output: PurePath, to: TargetFormat, request: Request, *, in_folder: bool
 ) -> ConversionPlan:
     """An output that holds just the tensors of a state dict: safetensors, or any shards."""
-    part = find(checkpoint.root, options.only, checkpoint.path)
-    found = choose_state_dict(checkpoint.root, options.only, checkpoint.path)
+    part = find(checkpoint.root, request.only, checkpoint.path)
+    found = choose_state_dict(checkpoint.root, request.only, checkpoint.path)
     warn(found.notes)
     left_out: tuple[Skipped, ...] = ()
     if checkpoint.module_strays:
         from ckptconv.tree.modules import settle_strays  # few checkpoints have modules
 
-        left_out = settle_strays(checkpoint, found.node, options.unknown)
-    applied = map_state_dict(found, options.keys, checkpoint, options.fit_to)
-    skipped = excluded(applied, options.fit_to)
+        left_out = settle_strays(checkpoint, found.node, request.unknown)
+    applied = map_state_dict(found, request.keys, checkpoint, request.fit_to)
+    skipped = excluded(applied, request.fit_to)
     named_now, keys = applied.item, applied.keys
     # `flatten` adds what the output cannot hold: those keys were renamed for nothing
     held_from = len(skipped)
     flattened = flatten(*with_filled(named_now, keys), skipped, encode=to.encodes, output=to.noun)
-    _refuse_scaled(applied, options)
+    _refuse_scaled(applied, request)
     refs = flattened.refs
-    cast = _cast_named(flattened, options)
+    cast = _cast_named(flattened, request)
     kept = [(key, ref, cast(ref)) for key, ref in flattened.tensors()]
     to.refuse(kept)
-    refuse_nothing_left(len(refs), [keys], options.keys)
-    refuse_idle([keys], options.keys)
+    refuse_nothing_left(len(refs), [keys], request.keys)
+    refuse_idle([keys], request.keys)
     if checkpoint.metadata and not applied.keeps_names:
         metadata = followed(checkpoint.metadata, applied.names())
         checkpoint = replace(checkpoint, metadata=metadata)
     refuse_codes_apart(applied)
-    strings = _strings(checkpoint, to, options, flattened)
+    strings = _strings(checkpoint, to, request, flattened)
     are_shared = len({*homes(refs)}) < len(refs)
-    tied = _tied(to, kept, strings, options.tied, are_shared=are_shared)
-    _refuse_taken(options, flattened.keys, strings)
+    tied = _tied(to, kept, strings, request.tied, are_shared=are_shared)
+    _refuse_taken(request, flattened.keys, strings)
     if tied:
         kept = [item for item in kept if item[0] not in tied]
     sizes = [bytes_of(dtype, ref.shape) for _, ref, dtype in kept]
     if not to.shares_storages:
         _refuse_blow_up(sum(sizes), checkpoint)
     storages = storages_of(refs)  # before the files: finding them takes 80 MB for a million
-    locations = count_locations(storages, options.tags)
+    locations = count_locations(storages, request.tags)
     renamed = renamed_keys(applied, {item.path for item in skipped[held_from:]})
     shared = renamed
-    if to.shares_storages and options.casts:
+    if to.shares_storages and request.casts:
         renamed = still_shared(applied, renamed, cast)
     metadata = {**strings, **tied} if to.holds_metadata else {}
     groups: Sequence[Hashable] = ()
     if are_shared:
         group = _same_storage if to.shares_storages else view_identity
         groups = [group(ref) for _, ref, _ in kept]
-    plan_file = partial(_planned, to, metadata, tied, options)
+    plan_file = partial(_planned, to, metadata, tied, request)
     of_index = _index_metadata(checkpoint, is_whole=not skipped and not renamed.filled)
-    files, index = _split(output, kept, sizes, plan_file, options.shard_bytes, groups, of_index)
+    files, index = _split(output, kept, sizes, plan_file, request.shard_bytes, groups, of_index)
     if len(files) > 1:
         refuse_split(flattened)
     return ConversionPlan(
@@ -127,23 +127,23 @@ def plan_flat(
         locations=locations if to.holds_tags else {},
         casts=count_casts(refs, cast),
         tied=tied,
-        skipped=(*skipped, *left_out, *_other_parts(found, options, to)),
+        skipped=(*skipped, *left_out, *_other_parts(found, request, to)),
         rewritten=flattened.rewritten,
         notes=(
             *checkpoint.notes,
             *found.notes,
             *encoding_notes(flattened),
             *text_notes(found),
-            *key_notes([renamed], options.keys),
-            *prefix_notes(checkpoint, [found], options.keys, options.fit_to),
-            *tied_notes([applied], options.fit_to),
-            *idle_tag_notes(locations, options.tags),
+            *key_notes([renamed], request.keys),
+            *prefix_notes(checkpoint, [found], request.keys, request.fit_to),
+            *tied_notes([applied], request.fit_to),
+            *idle_tag_notes(locations, request.tags),
             *sharing_notes(refs, storages),
             *parted_notes([shared], [renamed]),
-            *to.tensor_notes(kept, options.tags),
-            *shard_notes([key for key, _, _ in kept], sizes, options.max_shard_size),
+            *to.tensor_notes(kept, request.tags),
+            *shard_notes([key for key, _, _ in kept], sizes, request.max_shard_size),
         ),
-        is_sharded=options.shard_bytes is not None,
+        is_sharded=request.shard_bytes is not None,
         reads=PlannedFrom(checkpoint, part, flattened.tensors, cast, flattened.checks),
     )
 
@@ -174,12 +174,12 @@ def _tied(
     return aliases
 
 
-def _refuse_taken(options: Request, keys: Sequence[str], strings: Mapping[str, str]) -> None:
+def _refuse_taken(request: Request, keys: Sequence[str], strings: Mapping[str, str]) -> None:
     """Refuse metadata that a reader would take for the alias of a tensor."""
-    if not options.metadata:
+    if not request.metadata:
         return
     read = aliases_in(strings, {*keys})
-    for name, value in options.metadata:
+    for name, value in request.metadata:
         if name in read:
             raise OptionRefused(
                 f"the metadata {printable(name)}={printable(value)} would read as an alias of a "
@@ -188,24 +188,24 @@ def _refuse_taken(options: Request, keys: Sequence[str], strings: Mapping[str, s
             )
 
 
-def _refuse_scaled(applied: Applied, options: Request) -> None:
+def _refuse_scaled(applied: Applied, request: Request) -> None:
     """Refuse to cast codes beside scales that are in the output."""
-    if options.casts:
+    if request.casts:
         item = applied.item
-        options.casts.refuse_scaled(dict(item.tensors()), applied.kept(), item.path)
+        request.casts.refuse_scaled(dict(item.tensors()), applied.kept(), item.path)
 
 
 def _strings(
-    checkpoint: Checkpoint, to: TargetFormat, options: Request, flattened: Flattened
+    checkpoint: Checkpoint, to: TargetFormat, request: Request, flattened: Flattened
 ) -> dict[str, str]:
     """The metadata of the output but for aliases: the format's own, given ones, and recipes."""
-    refuse_unheld(to, options)
+    refuse_unheld(to, request)
     if not to.holds_metadata:
         refuse_without(checkpoint.metadata, f"a {to.name} output")
         return {}
     return {
-        **to.metadata(flattened.keys, flattened.refs, checkpoint, options.tags),
-        **dict(options.metadata),
+        **to.metadata(flattened.keys, flattened.refs, checkpoint, request.tags),
+        **dict(request.metadata),
         **recipes_text(flattened.recipes),
     }
 
@@ -214,7 +214,7 @@ def _planned(
     to: TargetFormat,
     metadata: Mapping[str, str],
     tied: Mapping[str, str],
-    options: Request,
+    request: Request,
     path: PurePath,
     tensors: Sequence[NamedTensor],
 ) -> PlannedFile:
@@ -224,8 +224,8 @@ def _planned(
         metadata = {
             name: value for name, value in metadata.items() if name not in tied or value in keys
         }
-    part = FilePart(tensors, metadata, options.tags)
-    layout = to.lay_out(tensors, metadata, options.tags)
+    part = FilePart(tensors, metadata, request.tags)
+    layout = to.lay_out(tensors, metadata, request.tags)
     return PlannedFile(path, layout, lambda: iter([(key, ref) for key, ref, _ in tensors]), part)
 
 
@@ -276,10 +276,10 @@ def _same_storage(ref: TensorRef) -> Hashable:
     return id(ref.storage) if ref.is_view else id(ref)
 
 
-def _cast_named(flattened: Flattened, options: Request) -> CastRule:
+def _cast_named(flattened: Flattened, request: Request) -> CastRule:
     """Only tensors under their own keys are cast: scales and sparse values are not weights."""
-    casts = options.casts
-    if not casts.has_globs and (options.dtype is None or not flattened.recipes):
+    casts = request.casts
+    if not casts.has_globs and (request.dtype is None or not flattened.recipes):
         return casts.everywhere
     parts = {id(ref) for name, ref in flattened.tensors() if name in flattened.components}
     if casts.has_globs:
@@ -300,9 +300,9 @@ def _refuse_blow_up(nbytes: int, checkpoint: Checkpoint) -> None:
         )
 
 
-def _other_parts(found: StateDict, options: Request, to: TargetFormat) -> Iterator[Skipped]:
+def _other_parts(found: StateDict, request: Request, to: TargetFormat) -> Iterator[Skipped]:
     """The parts of what was to be converted beside the state dict, and beside what it is in."""
-    base = f"{options.only.removesuffix('.')}." if options.only and options.only != "." else ""
+    base = f"{request.only.removesuffix('.')}." if request.only and request.only != "." else ""
     for path, value, is_item in found.beside():
         what = (
             "not part of the state dict"

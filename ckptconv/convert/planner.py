@@ -90,18 +90,18 @@ def plan_conversion(
     )
 
 
-def plan_trial(checkpoint: Checkpoint, output: Output, options: Request) -> ConversionPlan:
+def plan_trial(checkpoint: Checkpoint, output: Output, request: Request) -> ConversionPlan:
     """As `plan_conversion`, for who asks only whether it would work: over a network, what stands
     before payloads is not looked at.
     """
-    return _planned(checkpoint, output, options, is_trial=True)
+    return _planned(checkpoint, output, request, is_trial=True)
 
 
 def request_of(options: Options) -> Request:
     """What options stand for: their files are read, and what the keys are to be fitted to."""
     if _stands_alone(options):
         return _request_alone(options)
-    return options.request(target_of(options))
+    return options.request(key_target_of(options))
 
 
 def _stands_alone(options: Options) -> bool:
@@ -121,10 +121,10 @@ def _stands_alone(options: Options) -> bool:
 
 @lru_cache(maxsize=1)  # of many files, each has the options of the one before
 def _request_alone(options: Options) -> Request:
-    return options.request(target_of(options))
+    return options.request(key_target_of(options))
 
 
-def target_of(options: Options) -> KeyTarget | None:
+def key_target_of(options: Options) -> KeyTarget | None:
     """What the keys are to be fitted to."""
     if options.like is None and options.model is None and not options.drop_unexpected:
         return None
@@ -136,60 +136,60 @@ def target_of(options: Options) -> KeyTarget | None:
 def _planned(
     checkpoint: Checkpoint,
     output: Output,
-    options: Request,
+    request: Request,
     *,
     is_trial: bool = False,
 ) -> ConversionPlan:
     named = place_of(output)
-    options = for_folder(options, named)
+    request = for_folder(request, named)
     read = checkpoint.sources[0].path.name if checkpoint.sources else ""
-    path, to = target(named, options, read)
-    if not (options.with_files and checkpoint.part and checkpoint.part.is_copied):
+    path, to = target(named, request, read)
+    if not (request.with_files and checkpoint.part and checkpoint.part.is_copied):
         checkpoint.refuse_part(path.name)
-    of_adapters = options.of_adapters
+    of_adapters = request.of_adapters
     try:
         with collector_paused(), held(checkpoint.limits):
             if of_adapters:
-                options = _with_adapter_edits(options, to)
+                request = _with_adapter_edits(request, to)
             if not (is_trial and checkpoint.is_far):
                 checkpoint = checkpoint.certain()
                 check_places(checkpoint.sources)
-            if checkpoint.has_whole_modules and not keeps_modules(to, options):
+            if checkpoint.has_whole_modules and not keeps_modules(to, request):
                 from ckptconv.tree.modules import flatten_modules  # few checkpoints have modules
 
                 checkpoint = flatten_modules(checkpoint)
             whole = checkpoint
-            if options.with_training:
+            if request.with_training:
                 _refuse_untrained(whole)
-            if options.edits:
-                checkpoint = _edited(whole, options)
-            keys = with_config(options.keys, checkpoint)
-            if keys is not options.keys:
-                options = replace(options, keys=keys)
-            if to.holds_trees and options.shard_bytes is None:
-                plan = _plan_tree(checkpoint, path, to, options, whole.root)
+            if request.edits:
+                checkpoint = _edited(whole, request)
+            keys = with_config(request.keys, checkpoint)
+            if keys is not request.keys:
+                request = replace(request, keys=keys)
+            if to.holds_trees and request.shard_bytes is None:
+                plan = _plan_tree(checkpoint, path, to, request, whole.root)
             else:
                 from ckptconv.convert.flat_planner import plan_flat  # with its formats
 
-                plan = plan_flat(checkpoint, path, to, options, in_folder=path != named.path)
+                plan = plan_flat(checkpoint, path, to, request, in_folder=path != named.path)
             if checkpoint.part is not None:
                 _refuse_codes_alone(plan)
-            plan = with_files(plan, options)
+            plan = with_files(plan, request)
             if of_adapters:
                 plan = _with_adapter_told(plan, of_adapters)
             _refuse_lost_inputs(plan)
             if plan.in_folder:
                 _refuse_dcp_folder(plan)
-            return _with_told(plan, options)
+            return _with_told(plan, request)
     except CheckpointError as error:
-        with_training_named(error, checkpoint, options)
+        with_training_named(error, checkpoint, request)
         raise checkpoint.blamed(error) from error.__cause__
 
 
-def _with_adapter_edits(options: Request, to: TargetFormat) -> Request:
+def _with_adapter_edits(request: Request, to: TargetFormat) -> Request:
     from ckptconv.convert.adapter_names import with_adapter_edits  # seldom needed
 
-    return with_adapter_edits(options, to)
+    return with_adapter_edits(request, to)
 
 
 def _with_adapter_told(plan: ConversionPlan, preset: str) -> ConversionPlan:
@@ -221,20 +221,20 @@ def _refuse_dcp_folder(plan: ConversionPlan) -> None:
         raise OutputRefused(what, path=plan.folder, hint="name another folder")
 
 
-def _edited(checkpoint: Checkpoint, options: Request) -> Checkpoint:
+def _edited(checkpoint: Checkpoint, request: Request) -> Checkpoint:
     """The checkpoint after the edits, which know the rules that come after them."""
     from ckptconv.tree.dequantizing import with_rules  # seldom needed
 
-    return edited(checkpoint, with_rules(options.edits, options.keys))
+    return edited(checkpoint, with_rules(request.edits, request.keys))
 
 
-def _with_told(plan: ConversionPlan, options: Request) -> ConversionPlan:
+def _with_told(plan: ConversionPlan, request: Request) -> ConversionPlan:
     """The plan with the files that tell of its output: which key became which, and its digests."""
-    if options.save_mapping is not None:
-        plan = _with_mapping(plan, place_of(options.save_mapping).path)
-    if options.manifest is None:
+    if request.save_mapping is not None:
+        plan = _with_mapping(plan, place_of(request.save_mapping).path)
+    if request.manifest is None:
         return plan
-    path = place_of(options.manifest).path
+    path = place_of(request.manifest).path
     _refuse_taken(plan, path, "manifest")
     return replace(plan, manifest=path)
 
@@ -290,26 +290,26 @@ def _refuse_lost_inputs(plan: ConversionPlan) -> None:
 
 
 def _plan_tree(
-    checkpoint: Checkpoint, output: PurePath, to: TargetFormat, options: Request, whole: Node
+    checkpoint: Checkpoint, output: PurePath, to: TargetFormat, request: Request, whole: Node
 ) -> ConversionPlan:
     """An output that holds a tree: all of the checkpoint, or one part; `whole` is the tree before
     the edits that were asked for.
     """
-    root = find(checkpoint.root, options.only, checkpoint.path)
-    refuse_unheld(to, options)
-    to.refuse_part(root, keeps_objects=options.unknown == "keep", only=options.only)
+    root = find(checkpoint.root, request.only, checkpoint.path)
+    refuse_unheld(to, request)
+    to.refuse_part(root, keeps_objects=request.unknown == "keep", only=request.only)
     overlay: dict[int, Node] = {}
     left_out: tuple[Skipped, ...] = ()
     if checkpoint.module_strays:
         from ckptconv.tree.modules import settle_strays  # few checkpoints have modules
 
-        left_out = settle_strays(checkpoint, root, options.unknown)
+        left_out = settle_strays(checkpoint, root, request.unknown)
     # names in an optimizer follow the keys of its model, also where that stays out of the output
-    is_optimizer = options.only is not None and _is_optimizer(checkpoint.root, root)
-    part, only = (checkpoint.root, None) if is_optimizer else (root, options.only)
+    is_optimizer = request.only is not None and _is_optimizer(checkpoint.root, root)
+    part, only = (checkpoint.root, None) if is_optimizer else (root, request.only)
     found = find_state_dicts(part, checkpoint.root, only)
     applied, renamed, skipped = rename_state_dicts(
-        found, overlay, options.keys, checkpoint, options.fit_to
+        found, overlay, request.keys, checkpoint, request.fit_to
     )
     after = list(zip(found, renamed, strict=True))
     told: list[str] = []
@@ -323,25 +323,25 @@ def _plan_tree(
         if checkpoint.metadata:
             _refuse_without_names(checkpoint.metadata, each, to)
         refuse_codes_apart(each)
-    settled = settle_objects(root, overlay, options.unknown)
+    settled = settle_objects(root, overlay, request.unknown)
     refs = settled.tensors
     if not refs and not settled.storages:
         raise AmbiguousStateDict(
-            "holds no tensors, so there is nothing to convert", where=options.only
+            "holds no tensors, so there is nothing to convert", where=request.only
         )
     tree = Tree(root, overlay, refs, settled.storages)
     tensors = partial(tensors_of, root, overlay, depth=in_force().depth)
     if any(ref.dtype.is_packed for ref in refs):
         to.refuse((path, ref, ref.dtype) for path, ref in tensors())
-    cast = cast_rule(applied, tree, options.casts)
+    cast = cast_rule(applied, tree, request.casts)
     files = (
-        _files_of_folder(tree, output, to, cast, options)
+        _files_of_folder(tree, output, to, cast, request)
         if to.is_folder and not to.is_made_by_torch
-        else (PlannedFile(output, to.lay_out_tree(tree, cast, options.tags), tensors),)
+        else (PlannedFile(output, to.lay_out_tree(tree, cast, request.tags), tensors),)
     )
     storages = storages_of(refs)
-    locations = count_locations(storages, options.tags)
-    if options.casts:
+    locations = count_locations(storages, request.tags)
+    if request.casts:
         both = zip(applied, renamed, strict=True)
         renamed = tuple(still_shared(each, done, cast) for each, done in both)
     return ConversionPlan(
@@ -362,14 +362,14 @@ def _plan_tree(
         notes=(
             *checkpoint.notes,
             *tree_notes(settled),
-            *key_notes(renamed, options.keys),
+            *key_notes(renamed, request.keys),
             *told,
-            *prefix_notes(checkpoint, found, options.keys, options.fit_to),
-            *tied_notes(applied, options.fit_to),
-            *idle_tag_notes(locations, options.tags),
-            *random_state_notes(tensors, options.tags),
+            *prefix_notes(checkpoint, found, request.keys, request.fit_to),
+            *tied_notes(applied, request.fit_to),
+            *idle_tag_notes(locations, request.tags),
+            *random_state_notes(tensors, request.tags),
             *sharing_notes(refs, storages),
-            *(parted_notes([done for _, done in after], renamed) if options.casts else ()),
+            *(parted_notes([done for _, done in after], renamed) if request.casts else ()),
             *to.part_notes(tree),
         ),
         reads=PlannedFrom(checkpoint, root, tensors, cast, settled.checks),
@@ -405,7 +405,7 @@ def _followed(
 
 
 def _files_of_folder(
-    tree: Tree, output: PurePath, to: TargetFormat, cast: CastRule, options: Request
+    tree: Tree, output: PurePath, to: TargetFormat, cast: CastRule, request: Request
 ) -> tuple[PlannedFile, ...]:
     depth = in_force().depth
     return tuple(
@@ -414,7 +414,7 @@ def _files_of_folder(
             layout,
             partial(tensors_of, part.root, part.overlay, depth=depth) if part else _no_tensors,
         )
-        for name, part, layout in to.lay_out_files(tree, cast, options.tags)
+        for name, part, layout in to.lay_out_files(tree, cast, request.tags)
     )
 
 

@@ -23,7 +23,7 @@ from ckptconv.io.places import Output, place_of
 from ckptconv.support.errors import CheckpointError, OptionRefused, OutputRefused, printable
 
 
-def target(named: Location, options: Request, read: str) -> tuple[PurePath, TargetFormat]:
+def target(named: Location, request: Request, read: str) -> tuple[PurePath, TargetFormat]:
     """The file to write (of a sharded output the one that its shards and index are named after),
     and its format.
 
@@ -33,25 +33,25 @@ def target(named: Location, options: Request, read: str) -> tuple[PurePath, Targ
     """
     output = named.path
     if isinstance(named, OpenFile):
-        named.refuse_unwritable(is_folder=_is_of_several(options))
-        if not output.suffix and options.to is None:
+        named.refuse_unwritable(is_folder=_is_of_several(request))
+        if not output.suffix and request.to is None:
             return output, target_named("torch")
-        return output, _target_format(output, options.to)
-    if options.shard_bytes is None:
-        return output, _target_format(output, options.to)
-    if options.with_files:
-        _refuse_no_folder(named, options.to)
-    stem = _adapter_stem(named, options)
-    if is_folder_of_set(named, options.to):
-        found = target_named(options.to or FOR_FOLDERS)
-        _refuse_unsplit(found, output, with_files=options.with_files)
+        return output, _target_format(output, request.to)
+    if request.shard_bytes is None:
+        return output, _target_format(output, request.to)
+    if request.with_files:
+        _refuse_no_folder(named, request.to)
+    stem = _adapter_stem(named, request)
+    if is_folder_of_set(named, request.to):
+        found = target_named(request.to or FOR_FOLDERS)
+        _refuse_unsplit(found, output, with_files=request.with_files)
         name = found.shards_named
         if stem and name:
             name = f"{stem}{PurePath(name).suffix}"
         elif name:
             name = named_like(read, name)
         return output / name, found
-    found = _target_format(output, options.to)
+    found = _target_format(output, request.to)
     _refuse_unsplit(found, output, with_files=False)
     return output, found
 
@@ -110,16 +110,16 @@ def _refuse_no_folder(named: Location, to: Target | None) -> None:
 _ADAPTER_FILES = {"lora-peft": "adapter_model", "lora-diffusers": "pytorch_lora_weights"}
 
 
-def _adapter_stem(named: Location, options: Request) -> str | None:
+def _adapter_stem(named: Location, request: Request) -> str | None:
     """The stem of the file that a library looks for in the folder of an adapter; None for what is
     not an adapter. Raises `OutputRefused` where a folder was named and no library looks into one,
     or peft could not find the config beside a file.
     """
-    preset = options.of_adapters
+    preset = request.of_adapters
     if not preset:
         return None
     stem = _ADAPTER_FILES.get(preset)
-    is_folder = is_folder_of_set(named, options.to)
+    is_folder = is_folder_of_set(named, request.to)
     if is_folder and stem is None:
         hint = f"name the file: {printable(str(named.path))}/lora.safetensors"
         raise OutputRefused(f"is a folder, and {preset} makes one file", path=named.path, hint=hint)
@@ -172,27 +172,27 @@ def _refuse_misnamed(output: PurePath, asked: TargetFormat) -> None:
     raise CheckpointError(what, path=output, hint=hint)
 
 
-def keeps_modules(to: TargetFormat, options: Request) -> bool:
+def keeps_modules(to: TargetFormat, request: Request) -> bool:
     """Whether whole modules stay as they are, where they are to be kept and the format can."""
-    return options.unknown == "keep" and options.shard_bytes is None and to.keeps_modules
+    return request.unknown == "keep" and request.shard_bytes is None and to.keeps_modules
 
 
-def refuse_unheld(to: TargetFormat, options: Request) -> None:
+def refuse_unheld(to: TargetFormat, request: Request) -> None:
     """Raise `OptionRefused` where metadata or training states are asked for and the output cannot
     hold any, or a name is chosen of tied tensors that all keep theirs.
     """
-    if options.with_training and (not to.holds_trees or options.shard_bytes is not None):
-        kind = to.name if options.shard_bytes is None else "sharded"
+    if request.with_training and (not to.holds_trees or request.shard_bytes is not None):
+        kind = to.name if request.shard_bytes is None else "sharded"
         raise OptionRefused(
             f"a {kind} output holds weights only",
             hint="leave --with-training out, or write a .pt or a DCP folder",
         )
-    if to.shares_storages and options.tied not in ("alias", "duplicate"):
+    if to.shares_storages and request.tied not in ("alias", "duplicate"):
         raise OptionRefused(
-            f"tied={options.tied!r:.100}: all names of a tied tensor stay in a {to.name} output",
+            f"tied={request.tied!r:.100}: all names of a tied tensor stay in a {to.name} output",
             hint="leave --tied out, or write safetensors",
         )
-    if options.metadata and not to.holds_metadata:
+    if request.metadata and not to.holds_metadata:
         raise OptionRefused(
             f"a {to.name} output cannot hold metadata",
             hint="leave --metadata out, or write safetensors",

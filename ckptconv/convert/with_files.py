@@ -20,30 +20,30 @@ from ckptconv.support.text import some_text
 from ckptconv.tree.checkpoint import Checkpoint
 
 
-def with_files(plan: ConversionPlan, options: Request) -> ConversionPlan:
+def with_files(plan: ConversionPlan, request: Request) -> ConversionPlan:
     """The plan with what is to be said of the files beside its output, and beside its source those
     that go with a model, where they were asked for.
     """
     notes = [*beside_notes(plan)]
-    if _dequantizes(options):
-        notes += _config_notes(plan, options)
-    notes += _training_left(plan, options)
-    if not options.with_files:
+    if _dequantizes(request):
+        notes += _config_notes(plan, request)
+    notes += _training_left(plan, request)
+    if not request.with_files:
         notes += _files_left(plan) if plan.in_folder else ()
         return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
-    beside, told = _companions(plan, options)
+    beside, told = _companions(plan, request)
     return replace(plan, beside=beside, notes=(*plan.notes, *notes, *told))
 
 
-def _dequantizes(options: Request) -> bool:
-    if not options.edits:
+def _dequantizes(request: Request) -> bool:
+    if not request.edits:
         return False
     from ckptconv.tree.dequantizing import Dequantize  # seldom needed
 
-    return any(isinstance(edit, Dequantize) for edit in options.edits)
+    return any(isinstance(edit, Dequantize) for edit in request.edits)
 
 
-def _config_notes(plan: ConversionPlan, options: Request) -> Iterator[str]:
+def _config_notes(plan: ConversionPlan, request: Request) -> Iterator[str]:
     """Tell of a config beside the output that calls its values codes: transformers would read them
     so. One that is copied does not.
     """
@@ -53,7 +53,7 @@ def _config_notes(plan: ConversionPlan, options: Request) -> Iterator[str]:
     from ckptconv.tree.model_config import method_in
 
     read = {resolved(source.path.parent) for source in plan.inputs}
-    is_replaced = options.with_files and resolved(plan.folder) not in read
+    is_replaced = request.with_files and resolved(plan.folder) not in read
     method = "" if is_replaced else method_in(folder)
     if method:
         yield (
@@ -62,7 +62,7 @@ def _config_notes(plan: ConversionPlan, options: Request) -> Iterator[str]:
         )
 
 
-def _companions(plan: ConversionPlan, options: Request) -> tuple[FilesBeside, list[str]]:
+def _companions(plan: ConversionPlan, request: Request) -> tuple[FilesBeside, list[str]]:
     """The files that go with a model, whose weights become another type where that is asked for,
     and what is to be said of them.
     """
@@ -75,16 +75,16 @@ def _companions(plan: ConversionPlan, options: Request) -> tuple[FilesBeside, li
         unquantized,
     )
 
-    dtype = options.dtype
+    dtype = request.dtype
     read = [source.path for source in plan.inputs]
     home = home_of(plan.source, read)
     found = companions(home, read)
     is_in_place = resolved(plan.folder) == resolved(home.path)
-    if _dequantizes(options) and not is_in_place:
+    if _dequantizes(request) and not is_in_place:
         found = unquantized(found)
     if dtype is not None and plan.casts and not is_in_place:
         found = saying_dtype(found, dtype)
-    casts = sorted({after for _, after in plan.casts}) if options.casts else []
+    casts = sorted({after for _, after in plan.casts}) if request.casts else []
     notes = [
         *dtype_notes(found.copied, casts),
         *name_notes(read[0], plan.output),
@@ -114,12 +114,12 @@ def _files_left(plan: ConversionPlan) -> Iterator[str]:
         yield f"{some_text(names)} of {home.name} not copied; --with-files copies such files"
 
 
-def _training_left(plan: ConversionPlan, options: Request) -> Iterator[str]:
+def _training_left(plan: ConversionPlan, request: Request) -> Iterator[str]:
     """Tell of training states beside the weights of a folder, where the output could hold them."""
-    if not plan.target.holds_trees or options.shard_bytes is not None or options.with_training:
+    if not plan.target.holds_trees or request.shard_bytes is not None or request.with_training:
         return
     read = [source.path for source in plan.inputs]
-    if options.only is not None or not read:
+    if request.only is not None or not read:
         return
     home, names, has_step = _training_beside(place_of(plan.source), read[0])
     if names and not any(path.name in names for path in read):
@@ -142,14 +142,14 @@ def _training_beside(source: Location, read: PurePath) -> tuple[Location, list[s
     return home, names, has_step
 
 
-def with_training_named(error: CheckpointError, whole: Checkpoint, options: Request) -> None:
+def with_training_named(error: CheckpointError, whole: Checkpoint, request: Request) -> None:
     """Have an error about a part that is not there name the option, where training left such a part
     beside the weights.
     """
-    is_absent = isinstance(error, AmbiguousStateDict) and options.only is not None
-    if not is_absent or options.with_training or not whole.sources:
+    is_absent = isinstance(error, AmbiguousStateDict) and request.only is not None
+    if not is_absent or request.with_training or not whole.sources:
         return
-    part = str(options.only).partition(".")[0]
+    part = str(request.only).partition(".")[0]
     _, names, has_step = _training_beside(place_of(whole.path), whole.sources[0].path)
     if part in {PurePath(name).stem for name in names} or (has_step and part == "optimizer"):
         error.hint = f"{error.hint}; --with-training takes what training left beside the weights"
