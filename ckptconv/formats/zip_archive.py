@@ -93,7 +93,7 @@ def open_archive(source: Source) -> tuple[GuardedSource, dict[str, Record]]:
         raise malformed(source, f"claims {count} records in {size} bytes")
     told = {"path": source.path, "where": "zip directory"}
     refuse_beyond("archive_records", count, f"has {count} records", **told)
-    records = _placed(source, read_entries(source, raw, count, start), start)
+    records = _placed(read_entries(source, raw, count, start), start)
     headers = _LocalHeaders(source, records, start)
     guarded = GuardedSource(source, [record.offset for record in records], headers.check)
     _refuse_overlaps(guarded, records, start)
@@ -140,7 +140,7 @@ def read_record(source: Source, record: Record, limit: str) -> bytes:
 # ------------------------------------------------------------------------------------------ reading
 
 
-def _placed(source: Source, entries: list[Entry], start: int) -> list[Record]:
+def _placed(entries: list[Entry], start: int) -> list[Record]:
     """The entries as they lie in the file, each with the place where its payload is expected.
 
     Where a payload begins depends on the length of the extra field, which only the local header

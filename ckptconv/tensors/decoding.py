@@ -202,20 +202,20 @@ def _numbers(numbers: str, bits: int, offset: int) -> Array:
         return np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
     if numbers == "e2m1":
         return np.array(FLOAT4, np.float32)
-    if numbers == "e2m3":  # OCP Microscaling 1.0: bias 1, no infinity, no NaN
-        plain = [_small_float(code, 3, 1) for code in range(64)]
-        return np.array(plain, np.float32)
+    if numbers == "e2m3":
+        return np.array([_e2m3(code) for code in range(64)], np.float32)
     return every_value(BY_NAME[numbers]).astype(np.float32)
 
 
-def _small_float(code: int, mantissa: int, bias: int) -> float:
-    """A float of six bits: sign, exponent, mantissa."""
+def _e2m3(code: int) -> float:
+    """A float of six bits: sign, exponent of two, mantissa of three. OCP Microscaling 1.0: bias 1,
+    no infinity, no NaN.
+    """
     sign = -1.0 if code >> 5 else 1.0
-    exponent = (code & 31) >> mantissa
-    fraction = code & (1 << mantissa) - 1
+    exponent, fraction = code >> 3 & 3, code & 7
     if exponent:
-        fraction += 1 << mantissa
-    return sign * fraction * 2.0 ** (max(exponent, 1) - bias - mantissa)
+        fraction += 8
+    return sign * fraction * 2.0 ** (max(exponent, 1) - 4)
 
 
 def _by_bytes(numbers: Array, bits: int, order: tuple[int, ...]) -> Array:
@@ -498,7 +498,7 @@ def _plain_number(how: Decoding, code: Number) -> float:
     if how.numbers == "e2m1":
         return FLOAT4[int(real(code))]
     if how.numbers == "e2m3":
-        return _small_float(int(real(code)), 3, 1)
+        return _e2m3(int(real(code)))
     return _of_byte(code, how.numbers) if type(code) is int else real(code)
 
 

@@ -23,16 +23,12 @@ QUANTILE_ERROR = 2.0**-8
 @dataclass(frozen=True, slots=True)
 class Distribution:
     """How often values occur: `counts[i]` times one from `low[i]` to `high[i]`, in rising order.
-    `low` and `high` are the same where each value is counted by itself (`is_exact`).
+    `low` and `high` are the same where each value is counted by itself.
     """
 
     low: Array
     high: Array
     counts: Array
-
-    @property
-    def is_exact(self) -> bool:
-        return self.low is self.high
 
     def quantiles(self, fractions: Sequence[float]) -> list[float]:
         """For each fraction q, the value of the first element, of all in rising order, that has at
@@ -149,10 +145,6 @@ class FewValues:
     """Finite values in rising order, each by itself; tells what a `Distribution` tells, exactly."""
 
     values: array[float]
-
-    @property
-    def is_exact(self) -> bool:
-        return True
 
     def quantiles(self, fractions: Sequence[float]) -> list[float]:
         """For each fraction q, the first value that has at least q of all up to its place."""

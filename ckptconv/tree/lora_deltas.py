@@ -90,7 +90,7 @@ def as_linear(asked: AdapterTarget) -> AdapterTarget:
 
 def linear_change(asked: AdapterTarget, *, across: bool | None) -> WeightChange:
     """The change by ``up`` and ``down``, oriented as `across` says (None: as it fits)."""
-    up, down = matrices(asked, "up", "down")
+    up, down = matrices(asked)
     if "mid" in asked.parts:
         down, rank = _core(asked, asked.parts["mid"], down), up.shape[1]
         scale = asked.scale(asked.parts["down"].shape[0])
@@ -107,7 +107,7 @@ def linear_change(asked: AdapterTarget, *, across: bool | None) -> WeightChange:
 
 def orientations(asked: AdapterTarget) -> list[bool]:
     """Whether a product fits the weight as it is (False) and transposed (True); empty for none."""
-    up, down = matrices(asked, "up", "down")
+    up, down = matrices(asked)
     shape = asked.weight.shape
     columns = down.shape[1:]
     if "mid" in asked.parts:
@@ -141,24 +141,24 @@ def misfit(asked: AdapterTarget) -> KeyMismatch:
     return asked.refuse(f"{shapes} do not fit the weight of the base, {list(asked.weight.shape)}")
 
 
-def matrices(asked: AdapterTarget, first: str, second: str) -> tuple[TensorRef, TensorRef]:
-    """Both matrices of a product, the first of two dimensions. Raises `MalformedCheckpoint` where
-    they are not, or one is missing.
+def matrices(asked: AdapterTarget) -> tuple[TensorRef, TensorRef]:
+    """Both matrices of a product, up and down, the first of two dimensions. Raises
+    `MalformedCheckpoint` where they are not, or one is missing.
     """
-    for role, other in ((first, second), (second, first)):
+    for role, other in (("up", "down"), ("down", "up")):
         if role not in asked.parts:
             what = f"has no {role} beside it, without which it says nothing"
             raise MalformedCheckpoint(what, where=asked.keys[other])
-    up, down = asked.parts[first], asked.parts[second]
-    for role in (first, second, "mid"):
+    up, down = asked.parts["up"], asked.parts["down"]
+    for role in ("up", "down", "mid"):
         if role in asked.parts:
             _refuse_no_values(asked.parts[role], asked.keys[role])
     rank = asked.parts.get("mid", down).shape[0]
     wanted = (rank, *(1,) * len(up.shape[2:]))
     if up.shape[1:] != wanted:
         what = f"is {list(up.shape)}, which cannot be multiplied with {list(down.shape)}"
-        raise MalformedCheckpoint(what, where=asked.keys[first])
-    return reshaped(in_order(up), up.shape[:2], asked.keys[first]), down
+        raise MalformedCheckpoint(what, where=asked.keys["up"])
+    return reshaped(in_order(up), up.shape[:2], asked.keys["up"]), down
 
 
 def _refuse_no_values(ref: TensorRef, key: str, dimensions: int = 2) -> None:
@@ -311,7 +311,7 @@ def expert_changes(
 
 def _expert_ways(asked: AdapterTarget, weight: TensorRef) -> list[bool]:
     """Whether matrices fit a parameter as (experts, out, in), True, and as (experts, in, out)."""
-    up, down = matrices(asked, "up", "down")
+    up, down = matrices(asked)
     if len(weight.shape) == 2:
         return [True] if (up.shape[0], *down.shape[1:]) == weight.shape else []
     if len(weight.shape) != 3 or len(down.shape) != 2 or down.shape[0] % weight.shape[0]:
@@ -324,7 +324,7 @@ def _expert_ways(asked: AdapterTarget, weight: TensorRef) -> list[bool]:
 def _expert_change(
     asked: AdapterTarget, name: str, weight: TensorRef, *, swapped: bool
 ) -> WeightChange:
-    up, down = matrices(asked, "up", "down")
+    up, down = matrices(asked)
     if len(weight.shape) == 2:
         rank = down.shape[0]
         return WeightChange(Term(rank, asked.scale(rank, name)), (up, down), is_rounded=True)

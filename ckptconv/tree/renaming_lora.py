@@ -194,7 +194,7 @@ class _Renaming:
             return _AdapterPart(places, parts, keys, None, None)
         ref = next(iter(parts.values()))
         asked = as_linear(AskedScale(parts, ref, name, config, keys, 1.0))
-        _, down = matrices(asked, "up", "down")
+        _, down = matrices(asked)
         alpha = None
         if "alpha" in parts:
             alpha = number_in(parts["alpha"], keys["alpha"])

@@ -90,7 +90,7 @@ def _spelt(value: object) -> object:
 def _rows(
     group: CodeGroup, facts: Facts, told: Mapping[str, Any], parts: Mapping[str, str], dtype: Any
 ) -> tuple[TensorRef, str]:
-    codes, scale = group.codes, _need(group, parts, "scale")
+    codes, scale = group.codes, _scale(group, parts)
     block = told.get("block_size")
     sizes = list(codes.shape)
     if not isinstance(block, list) or len(block) != len(sizes) or len(sizes) < 2:
@@ -109,10 +109,10 @@ def _rows(
     return values, f"{kind.removeprefix('torch.')}, {block_text(pair, codes.shape)}"
 
 
-def _need(group: CodeGroup, parts: Mapping[str, str], part: str) -> str:
-    if part not in parts:
-        group.fail(f"is quantised by torchao, and has no {part}")
-    return parts[part]
+def _scale(group: CodeGroup, parts: Mapping[str, str]) -> str:
+    if "scale" not in parts:
+        group.fail("is quantised by torchao, and has no scale")
+    return parts["scale"]
 
 
 def _micro(
@@ -124,7 +124,7 @@ def _micro(
     dtype: Any,
 ) -> tuple[TensorRef, str]:
     """MX and NVFP4: nibbles, the low one first, or bytes."""
-    codes, name = group.codes, _need(group, parts, "scale")
+    codes, name = group.codes, _scale(group, parts)
     if len(codes.shape) < 2:
         group.fail(f"is {list(codes.shape)}, which are not rows and columns")
     scale = group.need(name)
