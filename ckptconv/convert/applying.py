@@ -273,6 +273,8 @@ class _Patching:
         """The tensors that a delta names, with the name that it has for each."""
         found: dict[object, str] = {}
         for key in names:
+            if key not in self._views and key in delta.tied:
+                continue
             if key not in self._views:
                 what = "is in the delta, but not in BASE"
                 hint = "name the BASE that the delta was made from"

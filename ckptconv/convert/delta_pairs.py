@@ -25,11 +25,12 @@ from ckptconv.tree.walk import tensor_of
 
 
 class Pair(NamedTuple):
-    """A tensor of both checkpoints."""
+    """A tensor of both checkpoints, and its other names."""
 
     key: str
     old: TensorRef
     new: TensorRef
+    others: tuple[str, ...] = ()
 
 
 def matched(
@@ -126,4 +127,4 @@ def _each_once(pairs: list[Pair], base: Checkpoint) -> Iterator[Pair]:
                 what = f"is the same tensor as {printable(kept.key)} in BASE, but not in NEW"
                 hint = "write BASE as safetensors with --tied duplicate first"
                 raise KeyConflict(what, where=other.key, hint=hint)
-        yield kept
+        yield kept._replace(others=tuple(pair.key for pair in named if pair is not kept))

@@ -11,7 +11,15 @@ from typing import Any
 
 from ckptconv.convert.delta_pairs import Pair, matched
 from ckptconv.convert.write import Tally, write_layout
-from ckptconv.formats.deltas import BASE_CHECKSUMS, INDEX, SHARD, ZSTD, version_named, version_of
+from ckptconv.formats.deltas import (
+    BASE_CHECKSUMS,
+    BASE_TIED,
+    INDEX,
+    SHARD,
+    ZSTD,
+    version_named,
+    version_of,
+)
 from ckptconv.formats.folders.alone import DELTA_ENCODING
 from ckptconv.formats.hf_names import earlier_files
 from ckptconv.formats.registry import open_certain
@@ -184,7 +192,7 @@ def _versions(
 
 class _Changes:
     """The changes of tensors, found one after the other: the frames of those that changed, the
-    checksums of all before and of these after.
+    checksums of all before and of these after, the other names of those that have some.
     """
 
     def __init__(
@@ -193,6 +201,7 @@ class _Changes:
         self.encoding, self.algorithm = encoding, algorithm
         self.frames: dict[str, TensorRef] = {}
         self.before: dict[str, str] = {}
+        self.tied: dict[str, str] = {}
         self.after: dict[str, str] = {}
         self._spool, self._checksums = spool, checksums
 
@@ -225,6 +234,7 @@ class _Changes:
             pieces = _overwritten(bytes_of_both(), lambda: _side_by_side(pair, None))
         source, start = self._spool.append(pieces)
         self.before[pair.key] = before.hexdigest()
+        self.tied |= dict.fromkeys(pair.others, pair.key)
         nbytes = source.size - start
         if nbytes:
             frame = Storage(source, start, nbytes, "cpu", pair.key, UINT8)
@@ -235,7 +245,8 @@ class _Changes:
 def _side_by_side(pair: Pair, checksums: Checksums | None) -> Iterator[tuple[Array, Array]]:
     """The bytes of both, in order."""
     old, new = (
-        (np.frombuffer(chunk, np.uint8) for chunk in noted(ref, checksums)) for ref in pair[1:]
+        (np.frombuffer(chunk, np.uint8) for chunk in noted(ref, checksums))
+        for ref in (pair.old, pair.new)
     )
     return aligned(old, new, CHUNK)
 
@@ -289,6 +300,8 @@ def _files(changes: _Changes, before: int, after: int) -> list[tuple[str, Layout
         "checksum_format": changes.algorithm,
         BASE_CHECKSUMS: changes.before,
     }
+    if changes.tied:
+        metadata[BASE_TIED] = changes.tied
     index = one_item("index", _index(metadata, dict.fromkeys(changes.frames, SHARD)))
     if not changes.frames:  # then there is no shard either
         return [(INDEX, index)]

@@ -13,7 +13,8 @@ applied last, ``.weight_sync/state.json`` says which that is.
 Source: slime (slime/utils/disk_delta.py, update_weight_from_disk_delta.py) and miles, which write
 deltas; sglang's srt/weight_sync/local_checkpoint.py, which applies them. ckptconv adds
 ``base_checksums`` to the metadata, the checksum of each tensor of the base by its name, so that
-another base is refused; programs that do not know it do not look at it.
+another base is refused, and ``base_tied``, from each other name that a tensor has in the base to
+that name, for bases that hold it once for each; programs that do not know them do not look at them.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from ckptconv.tree.walk import tensor_of
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00000-of-00001.safetensors"
 BASE_CHECKSUMS = "base_checksums"
+BASE_TIED = "base_tied"
 ZSTD = "zstd"
 
 T = TypeVar("T", bound=str)
@@ -49,7 +51,8 @@ T = TypeVar("T", bound=str)
 @dataclass(frozen=True, slots=True)
 class Delta:
     """An open delta: the frame and the checksum of the new bytes of each tensor that it changes, by
-    its name; the checksums of the tensors of its base, where it has some.
+    its name; the checksums of the tensors of its base, where it has some. A tensor stands there
+    under each of its names, of which `tied` are those that a base may lack.
     """
 
     path: PurePath
@@ -60,6 +63,7 @@ class Delta:
     frames: Mapping[str, TensorRef]
     after: Mapping[str, str]
     before: Mapping[str, str]
+    tied: frozenset[str]
     checkpoint: Checkpoint
 
 
@@ -146,6 +150,12 @@ def _delta(checkpoint: Checkpoint, path: PurePath) -> Delta:
     _one_of(told, "compression_format", (ZSTD,), path)
     algorithm = _one_of(told, "checksum_format", ALGORITHMS, path)
     frames, after = _changes(checkpoint, algorithm, path)
+    before = _base_checksums(told, algorithm, path)
+    tied = _tied(told, before, path)
+    for name, kept in tied.items():
+        before[name] = before[kept]
+        if kept in frames:
+            frames[name], after[name] = frames[kept], after[kept]
     return Delta(
         path=path,
         version=_number(told.get("version"), "version", path),
@@ -154,7 +164,8 @@ def _delta(checkpoint: Checkpoint, path: PurePath) -> Delta:
         algorithm=algorithm,
         frames=frames,
         after=after,
-        before=_base_checksums(told, algorithm, path),
+        before=before,
+        tied=frozenset(tied),
         checkpoint=checkpoint,
     )
 
@@ -183,12 +194,24 @@ def _changes(
 
 def _base_checksums(
     told: Mapping[str, Any], algorithm: Algorithm, path: PurePath
-) -> Mapping[str, str]:
-    found = told.get(BASE_CHECKSUMS, {})
+) -> dict[str, str]:
+    found = _object(told, BASE_CHECKSUMS, path)
+    return {key: _checksum(value, algorithm, path, key) for key, value in found.items()}
+
+
+def _tied(told: Mapping[str, Any], before: Mapping[str, str], path: PurePath) -> dict[str, str]:
+    found = _object(told, BASE_TIED, path)
+    for name, kept in found.items():
+        if name in before or type(kept) is not str or kept not in before:
+            what = f"is not another name of a tensor of {BASE_CHECKSUMS}"
+            raise MalformedCheckpoint(what, path=path, where=name, hint="fetch the delta again")
+    return found
+
+
+def _object(told: Mapping[str, Any], name: str, path: PurePath) -> dict[str, Any]:
+    found = told.get(name, {})
     if not isinstance(found, dict):
-        raise MalformedCheckpoint("is not an object", path=path, where=BASE_CHECKSUMS)
-    for key, value in found.items():
-        _checksum(value, algorithm, path, key)
+        raise MalformedCheckpoint("is not an object", path=path, where=name)
     return found
 
 

@@ -316,6 +316,11 @@ FORGED = {
         "the tensor has no bytes",
     ),
     "checksums that are none": (forged(base_checksums=[1]), "base_checksums: is not an object"),
+    "names that are none": (forged(base_tied=["large"]), "base_tied: is not an object"),
+    "a name of no tensor": (
+        forged(base_tied={"head": "large"}),
+        "head: is not another name of a tensor of base_checksums",
+    ),
     "checksums of another base": (
         forged(base_checksums={"large": "0" * 32}),
         "is in BASE, but not in what the delta was made from",

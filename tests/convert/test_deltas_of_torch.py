@@ -108,6 +108,23 @@ def test_a_base_that_ties_what_the_delta_knows_apart_is_refused(room):
     assert torch.equal(found["half"], trained(1)["half"]) and not found["head.weight"].any()
 
 
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_a_version_may_tie_what_the_base_holds_twice(encoding, room):
+    """A delta of tied tensors names one of them, as engines do, which look for what is stored."""
+    plain = {key: value.resolve_conj().contiguous() for key, value in trained(0).items()}
+    save_file(plain | {"head.weight": torch.zeros(40, 30)}, room / "apart.safetensors")
+    versions = [room / name for name in ("apart.safetensors", "base.pt", "new.pt")]
+    deltas = [room / "one", room / "two"]
+    for number, delta in enumerate(deltas):
+        old, new = versions[number : number + 2]
+        delta_checkpoints(old, new, delta, encoding=encoding, base_version=number)
+    assert "head.weight" not in tensors_in(deltas[1])
+    apply_deltas(versions[0], deltas, room / "out.safetensors")
+    found = load_file(room / "out.safetensors")
+    assert found.keys() == trained(1).keys()
+    assert all(torch.equal(found[key], value) for key, value in trained(1).items())
+
+
 def test_a_name_that_no_file_can_hold_is_refused(room):
     torch.save({"\ud800": torch.zeros(3)}, room / "base.pt")
     torch.save({"\ud800": torch.ones(3)}, room / "new.pt")
