@@ -150,7 +150,7 @@ def _write_bools(
 
 
 class _Written:
-    """A folder that writes what it is given, and has what `crc_of` gives for it as `crc`."""
+    """A counter that writes what it is given, and has what `crc_of` gives for it as `crc`."""
 
     def __init__(self, stream: OutputStream, crc_of: CrcOf) -> None:
         self.crc = 0

@@ -1,8 +1,8 @@
 """One pass over the values of a tensor for several counters.
 
-A folder takes the values chunk by chunk and keeps what it has learnt of them: how many are NaN, the
-checksum of their bytes, a statistic. Several folders share a pass, so a tensor
-is read once, whatever is to be known of it.
+A counter takes the values chunk by chunk and keeps what it has learnt of them: how many are NaN,
+the checksum of their bytes, a statistic. Several counters share a pass, so a tensor is read once,
+whatever is to be known of it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ckptconv.tensors.refs import Storage, TensorRef, origins
 from ckptconv.tensors.stream import iter_chunks, verbatim_runs
 
 
-class Folder(Protocol):
-    """A counter that is given all values of a tensor, in C order.
+class ValueCounter(Protocol):
+    """What is given all values of a tensor, in C order.
 
     A chunk holds whole elements as bytes, little-endian, conj and neg bits resolved, about 1 MiB of
     them; `numpy.frombuffer(chunk, "<u4")` and the like view it. It is valid during the call only.
-    A folder that must know the dtype is made for it. What it has found it offers by names of its
+    A counter that must know the dtype is made for it. What it has found it offers by names of its
     own.
     """
 
@@ -37,7 +37,7 @@ class Folder(Protocol):
         """Take the next values."""
 
 
-F = TypeVar("F", bound=Folder)
+F = TypeVar("F", bound=ValueCounter)
 
 
 class RunningCrc:
@@ -99,7 +99,7 @@ _ONE_NAN = {"float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80}
 
 
 class NonFiniteCounter:
-    """A folder that counts the values of `dtype` that are not finite, as `nonfinite`."""
+    """A counter that counts the values of `dtype` that are not finite, as `nonfinite`."""
 
     def __init__(self, dtype: DType) -> None:
         self.nonfinite = NonFinite(0, 0)
@@ -139,16 +139,16 @@ def _not_finite(words: Array, name: str) -> tuple[Any, Any]:
 
 def fold(
     ref: TensorRef,
-    *folders: Folder,
+    *counters: ValueCounter,
     checksums: Checksums | None = None,
     meter: Counting | None = None,
 ) -> None:
-    """Give the values of `ref` to all `folders`, in one pass.
+    """Give the values of `ref` to all `counters`, in one pass.
 
     `checksums` is told of the runs of bytes that were read, or reads the storages itself if the
     values do not lie in order. `meter` counts the bytes of the values.
     """
-    _feed(noted(ref, checksums), folders, meter)
+    _feed(noted(ref, checksums), counters, meter)
 
 
 def noted(ref: TensorRef, checksums: Checksums | None) -> Iterator[memoryview]:
@@ -172,26 +172,28 @@ def noted(ref: TensorRef, checksums: Checksums | None) -> Iterator[memoryview]:
         checksums.copied(storage, first, nbytes, crc.value)
 
 
-def _feed(chunks: Iterable[memoryview], folders: Sequence[Folder], meter: Counting | None) -> None:
+def _feed(
+    chunks: Iterable[memoryview], counters: Sequence[ValueCounter], meter: Counting | None
+) -> None:
     for chunk in chunks:
-        for folder in folders:
-            folder.update(chunk)
+        for counter in counters:
+            counter.update(chunk)
         if meter is not None:
             meter.add(len(chunk))
 
 
 def fold_all(
     refs: Iterable[TensorRef],
-    folders_of: Callable[[TensorRef], Sequence[F]],
+    counters_of: Callable[[TensorRef], Sequence[F]],
     tell: Callable[[int], Meter],
     *,
     threads: int = 1,
     is_checked: bool = True,
 ) -> list[Sequence[F]]:
-    """The folders of each of `refs` after a pass over its values; all storages are checked too.
+    """The counters of each of `refs` after a pass over its values; all storages are checked too.
 
-    `folders_of` makes the folders of one; without any, its values are not read. Equal views of one
-    storage share a pass and its folders. What lies in order is read once for its values and its
+    `counters_of` makes those of one; without any, its values are not read. Equal views of one
+    storage share a pass and its counters. What lies in order is read once for its values and its
     checksum; without `is_checked` no checksum is looked at. `tell` gets the number of bytes that
     will be read and gives what counts them. Tensors that do not share a storage are read in so many
     threads, where their sources can be; then the places in their sources must have been checked.
@@ -202,8 +204,8 @@ def fold_all(
     for ref in refs:
         view = _view(ref)
         if view not in made:
-            made[view] = ref, folders_of(ref)
-    folded = [(ref, folders) for ref, folders in made.values() if folders]
+            made[view] = ref, counters_of(ref)
+    folded = [(ref, counters) for ref, counters in made.values() if counters]
     wholes = {id(one.whole): one.whole for one in origins(refs)}
     checked = [whole for whole in wholes.values() if is_checked and whole.crc32 is not None]
     meter = tell(_bytes_read([ref for ref, _ in folded], checked))
@@ -213,8 +215,8 @@ def fold_all(
         if threads > 1:
             apart, together = _by_storage(folded)
             checked = _folded_apart(apart, checked, meter, threads, is_checked=is_checked)
-        for ref, folders in together:
-            fold(ref, *folders, checksums=checksums, meter=meter)
+        for ref, counters in together:
+            fold(ref, *counters, checksums=checksums, meter=meter)
     if checksums is not None:
         with read_soon(checked):
             checksums.finish(checked)
@@ -302,14 +304,14 @@ def _folded_apart(
     shared = _SharedMeter(meter)
 
     def work(items: Sequence[Folded[F]]) -> None:
-        for ref, folders in items:
+        for ref, counters in items:
             # of its own: the tensors of a thread share no storage with others
             checksums = Checksums(shared) if is_checked else None
-            fold(ref, *folders, checksums=checksums, meter=shared)
+            fold(ref, *counters, checksums=checksums, meter=shared)
             if checksums is not None:
                 checksums.finish(origins([ref]))
 
-    with ThreadPoolExecutor(threads, "ckptconv-folder") as pool:
+    with ThreadPoolExecutor(threads, "ckptconv-fold") as pool:
         try:
             for _ in pool.map(work, _batches(apart)):
                 pass

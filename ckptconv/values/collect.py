@@ -27,9 +27,9 @@ from ckptconv.support.text import count_text, natural_key, number_text, some_tex
 from ckptconv.tensors.compute_ahead import THREADS
 from ckptconv.tensors.fold import fold_all
 from ckptconv.tensors.refs import Shape, TensorRef
+from ckptconv.tensors.running_statistics import RunningStatistics
 from ckptconv.tensors.scaled_weights import codes_note
 from ckptconv.tensors.statistics import QUANTILE_ERROR, Statistics
-from ckptconv.tensors.statistics_folder import StatisticsFolder
 from ckptconv.tree.checkpoint import Edit
 from ckptconv.values.named import NamedValue, named_values
 from ckptconv.values.picking import Box, plain_values
@@ -357,27 +357,27 @@ def statistics_of(
     # equal views share a pass, but the same bytes may be decoded in different ways
     groups = [[item for item in values if item.decode is None]]
     groups += [[item] for item in values if item.decode is not None]
-    folders = {
-        id(item): folder
+    counters = {
+        id(item): counter
         for items in groups
-        for item, folder in zip(items, _folded(items, on_progress, distributions), strict=True)
+        for item, counter in zip(items, _folded(items, on_progress, distributions), strict=True)
     }
     made = []
     for item in values:
         told = (item.name, item.dtype.name, item.shape, item.ref.nbytes, item.ref.location)
-        made.append(TensorStatistics(*told, folders[id(item)].statistics()))
+        made.append(TensorStatistics(*told, counters[id(item)].statistics()))
     return tuple(made)
 
 
 def _folded(
     items: Sequence[NamedValue], on_progress: OnProgress | None, distributions: bool
-) -> list[StatisticsFolder]:
-    """The folder of each of some tensors after a pass over all of them."""
+) -> list[RunningStatistics]:
+    """The counter of each of some tensors after a pass over all of them."""
     by_ref = {id(item.read): item for item in items}
 
-    def folders(ref: TensorRef) -> list[StatisticsFolder]:
+    def counters(ref: TensorRef) -> list[RunningStatistics]:
         one = by_ref[id(ref)]
-        folder = StatisticsFolder(
+        counter = RunningStatistics(
             ref.dtype,
             one.numel,
             one.decode,
@@ -385,12 +385,12 @@ def _folded(
             numbers=one.numbers,
             is_counted=distributions,
         )
-        return [folder]
+        return [counter]
 
     made = fold_all(
         [item.read for item in items],
-        folders,
+        counters,
         lambda nbytes: Meter("read", nbytes, on_progress),
         threads=THREADS,
     )
-    return [folder for [folder] in made]
+    return [counter for [counter] in made]

@@ -64,11 +64,11 @@ class Seen:
 
 def run(*refs: TensorRef) -> tuple[list, list[Progress]]:
     told: list[Progress] = []
-    folders = fold_all(refs, nonfinite_counters, lambda total: Meter("read", total, told.append))
-    return [one[0].nonfinite if one else None for one in folders], told
+    counters = fold_all(refs, nonfinite_counters, lambda total: Meter("read", total, told.append))
+    return [one[0].nonfinite if one else None for one in counters], told
 
 
-def test_each_folder_sees_all_values_and_they_are_read_once():
+def test_each_counter_sees_all_values_and_they_are_read_once():
     storage = stored()
     seen, counter, crc = Seen(), NonFiniteCounter(FLOAT), RunningCrc()
     fold(view(storage), seen, counter, crc)

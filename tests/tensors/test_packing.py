@@ -10,7 +10,7 @@ import torch
 from ckptconv.tensors.decoding import FLOAT4
 from ckptconv.tensors.dtypes import BY_NAME
 from ckptconv.tensors.packing import codes_in, packed_nbytes, unpacked
-from ckptconv.tensors.statistics_folder import StatisticsFolder
+from ckptconv.tensors.running_statistics import RunningStatistics
 
 
 def test_the_codes_of_4_bits_are_the_numbers_of_the_standard():
@@ -49,10 +49,10 @@ def test_statistics_count_each_element_and_no_padding(numel, bits):
     numbers = generator.normal(size=1 << bits).astype(np.float32).astype(np.float64)
     raw = generator.integers(0, 256, packed_nbytes(numel, bits), np.uint8).tobytes()
     values = numbers[unpacked(memoryview(raw), bits)[:numel]]
-    folder = StatisticsFolder(BY_NAME["uint8"], numel, bits=bits, numbers=numbers)
+    counter = RunningStatistics(BY_NAME["uint8"], numel, bits=bits, numbers=numbers)
     for at in range(0, len(raw), 1001):
-        folder.update(memoryview(raw)[at : at + 1001])
-    found = folder.statistics()
+        counter.update(memoryview(raw)[at : at + 1001])
+    found = counter.statistics()
     assert (found.numel, found.distinct) == (numel, len(np.unique(values)))
     assert (found.minimum, found.maximum) == (values.min(), values.max())
     assert found.mean == pytest.approx(values.mean(), rel=1e-12)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ckptconv.tensors.dtypes import BY_NAME
+from ckptconv.tensors.running_statistics import RunningStatistics
 from ckptconv.tensors.statistics import FEW, QUANTILE_ERROR, Statistics
-from ckptconv.tensors.statistics_folder import StatisticsFolder
 from helpers.examples import crossed
 
 FRACTIONS = [0.0, 0.001, 0.25, 0.5, 0.9, 0.999, 1.0]
@@ -32,10 +32,10 @@ def told(tensor: torch.Tensor, chunk: int = 1 << 16, *, is_counted: bool = True)
     """The statistics of a tensor, given in chunks of whole elements."""
     dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
     raw = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    folder = StatisticsFolder(dtype, tensor.numel(), is_counted=is_counted)
+    counter = RunningStatistics(dtype, tensor.numel(), is_counted=is_counted)
     for start in range(0, len(raw), chunk):
-        folder.update(raw[start : start + chunk])
-    return folder.statistics()
+        counter.update(raw[start : start + chunk])
+    return counter.statistics()
 
 
 def drawn(dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -180,15 +180,15 @@ def test_the_largest_integers_are_exact():
     numbers = [-(1 << 63), (1 << 63) - 1, 0]
     found = told(torch.tensor(numbers))
     assert (found.minimum, found.maximum, found.abs_max) == (numbers[0], numbers[1], 1 << 63)
-    unsigned = StatisticsFolder(BY_NAME["uint64"], 2)
+    unsigned = RunningStatistics(BY_NAME["uint64"], 2)
     unsigned.update(memoryview(np.array([(1 << 64) - 1, 7], "<u8").tobytes()))
     assert unsigned.statistics().maximum == (1 << 64) - 1
 
 
 def test_bytes_of_a_bool_that_are_neither_0_nor_1_are_true():
-    folder = StatisticsFolder(BY_NAME["bool"], 3)
-    folder.update(memoryview(b"\0\1\7"))
-    found = folder.statistics()
+    counter = RunningStatistics(BY_NAME["bool"], 3)
+    counter.update(memoryview(b"\0\1\7"))
+    found = counter.statistics()
     assert (found.zeros, found.maximum, found.mean) == (1, 1, pytest.approx(2 / 3))
 
 
@@ -202,9 +202,9 @@ def test_bytes_in_chunks_of_odd_length_are_all_counted():
 
 @pytest.mark.parametrize("name", ["bits8", "quint8", "float4_e2m1fn_x2"])
 def test_types_without_numbers_have_only_a_size(name):
-    folder = StatisticsFolder(BY_NAME[name], 4)
-    folder.update(memoryview(b"abcd"))
-    assert folder.statistics() == Statistics(4)
+    counter = RunningStatistics(BY_NAME[name], 4)
+    counter.update(memoryview(b"abcd"))
+    assert counter.statistics() == Statistics(4)
 
 
 @pytest.mark.parametrize(
@@ -254,10 +254,10 @@ def test_a_few_values_of_any_size():
 @pytest.mark.parametrize("center", [1.0, -2.5, 1e-30])
 def test_numbers_that_lie_close_together_have_a_histogram_like_numpys(dtype, center):
     numbers = (np.random.default_rng(0).normal(center, abs(center) / 500, 40_000)).astype(dtype)
-    folder = StatisticsFolder(BY_NAME["float32" if dtype == "<f4" else "float64"], len(numbers))
+    counter = RunningStatistics(BY_NAME["float32" if dtype == "<f4" else "float64"], len(numbers))
     for part in np.array_split(numbers, 3):
-        folder.update(memoryview(part.tobytes()))
-    known = folder.statistics()
+        counter.update(memoryview(part.tobytes()))
+    known = counter.statistics()
     expected = np.histogram(numbers.astype(np.float64), 64)[0]
     assert np.abs(np.array(known.histogram(64)) - expected).sum() <= len(numbers) // 500
     fractions = [0.01, 0.25, 0.5, 0.75, 0.99]

@@ -31,8 +31,8 @@ _EVEN = 1 << 12  # buckets of one width: of numbers within 4 ×, more than those
 _FEW = 1 << 12  # elements that are sorted and counted in less time than all buckets are looked at
 
 
-class StatisticsFolder:
-    """A folder that keeps the statistics of `numel` values of `dtype`, as `statistics()`.
+class RunningStatistics:
+    """A counter that keeps the statistics of `numel` values of `dtype`, as `statistics()`.
 
     For values that are not what their type says: `numbers` are the float64 numbers that the codes
     of `bits` in its bytes stand for; or `decode` makes them of the codes of a chunk and the number
@@ -83,7 +83,7 @@ class StatisticsFolder:
             self._seen += len(chunk) // 8
             is_all = self._seen == self._numel
         self._counted.update(chunk)
-        if is_all:  # there may be 10,000 folders, and what they count with is large
+        if is_all:  # there may be 10,000 counters, and what they count with is large
             self._found, self._counted = self._counted.statistics(), None
 
     def statistics(self) -> Statistics:
