@@ -36,7 +36,7 @@ from ckptconv.support.progress import Meter, OnProgress
 from ckptconv.support.text import count_text, first_few
 from ckptconv.tensors.checksums import Checksums
 from ckptconv.tensors.comparison import compare_bytes
-from ckptconv.tensors.computed import elementwise
+from ckptconv.tensors.computed import elementwise, unrounded
 from ckptconv.tensors.operations import can_average
 from ckptconv.tensors.refs import TensorRef, view_identity
 from ckptconv.tensors.scaled_weights import refuse_mean
@@ -206,6 +206,7 @@ def _mean(
     first = refs[0]
     if can_average(first.dtype):
         name = f"the mean of {first.storage.name}"
+        refs = [*map(unrounded, refs)]  # what --dequantize makes is rounded in the mean alone
         return elementwise("mean", refs, tuple(weights), first.dtype, name, checksums)
     if integers == "same":
         _refuse_unequal(key, refs, parts, checksums)

@@ -327,7 +327,7 @@ def combined_checkpoint(
         sources=tuple(source for item in opened for source in item.sources),
         limits=opened[0].limits,
         # --verify counts what all the files name, and finds here what the state dicts are not
-        dropped=tuple(item.root for item in opened),
+        dropped=tuple(node for item in opened for node in (item.root, *item.dropped)),
     )
 
 

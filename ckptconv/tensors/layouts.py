@@ -443,14 +443,15 @@ def are_alike(refs: Sequence[TensorRef]) -> bool:
 
 
 def _add(refs: Sequence[TensorRef], number: Shape, on: Shape = ()) -> list[TensorRef]:
-    from ckptconv.tensors.computed import elementwise  # only these moves compute
+    from ckptconv.tensors.computed import elementwise, unrounded  # only these moves compute
     from ckptconv.tensors.operations import can_add
 
     def added(ref: TensorRef) -> TensorRef:
         if not can_add(ref.dtype) or ref.neg:
             what = f"nothing is added to values of {ref.dtype.name}"
             raise KeyMismatch(what, hint="of quantised weights --dequantize makes values first")
-        return elementwise("add", [ref], (float(number[0]),), ref.dtype, ref.storage.name)
+        inputs, name = [unrounded(ref)], ref.storage.name
+        return elementwise("add", inputs, (float(number[0]),), ref.dtype, name)
 
     return _chosen(refs, on, added)
 

@@ -275,7 +275,7 @@ class _Merging:
         base = self._base
         if name in base.changes or name in base.whole:
             problem = f"takes the place of {printable(name)}, which another adapter changes"
-            raise KeyConflict(problem, where=key, hint="merge them one after another")
+            raise KeyConflict(problem, where=key, hint=_IN_TWO_STEPS)
         before = base.tensors[name]
         if before.shape != ref.shape:
             problem = f"is {list(ref.shape)}, and {list(before.shape)} in the base"
@@ -567,5 +567,7 @@ _EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "floa
 _INNER = frozenset(("down", "hada_w1_b", "lokr_w1_b", "lokr_w2_b"))
 
 _OF_CODES = (".qweight", ".weight_packed", ".qdata", ".quant_state", ".weight_scale", ".SCB")
+
+_IN_TWO_STEPS = "merge the first one alone, and this one into what that gives"
 
 _LEVELS = re.compile(r"(?:\.base_layer)+$")

@@ -92,15 +92,18 @@ def test_a_parameter_without_elements_stays(tmp_path):
     assert "empty" not in " ".join(done.plan.notes)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, None])
 def test_what_is_made_of_values_is_rounded_once(dtype, tmp_path):
     """To the type that was asked for, and not to bfloat16 before, which is that of the values."""
-    codes, scale = fp8(4, 4), torch.rand(4, 1)
-    torch.save({"fc.weight": codes, "fc.weight_scale": scale}, tmp_path / "in.pt")
+    codes, scales = fp8(16, 16), torch.rand(2, 16, 1)
+    for name, scale in zip(("in.pt", "other.pt"), scales, strict=True):
+        torch.save({"fc.weight": codes, "fc.weight_scale": scale.clone()}, tmp_path / name)
     options = {"dequantize": True, "dtype": dtype, "verify": True, "force": True, "fsync": False}
-    out, values = tmp_path / "out.pt", codes.float() * scale
-    average_checkpoints([tmp_path / "in.pt"] * 2, out, **options)
-    assert torch.equal(torch.load(out)["fc.weight"], values.to(dtype))
+    out, values = tmp_path / "out.pt", codes.float() * scales[0]
+    average_checkpoints([tmp_path / "in.pt", tmp_path / "other.pt"], out, **options)
+    mean = (values.double() + (codes.float() * scales[1]).double()) / 2
+    dtype = dtype or torch.bfloat16
+    assert torch.equal(torch.load(out)["fc.weight"], mean.to(dtype))
     rules = KeyRules.of([{"from": "fc.weight", "to": "fc.weight", "operations": [{"add": 1}]}])
     convert_checkpoint(tmp_path / "in.pt", out, keys=rules, **options)
     assert torch.equal(torch.load(out)["fc.weight"], (values + 1).to(dtype))
