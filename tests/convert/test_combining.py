@@ -336,6 +336,14 @@ def test_several_folders_of_megatron_are_not_written_as_the_first_of_them(combin
     assert not out.exists()
 
 
+@pytest.mark.parametrize("word", ["a.pt", "=x.", ""])
+def test_a_prefix_says_of_which_source_it_is(word, tmp_path):
+    paths, _ = saved(tmp_path, 2)
+    done = run("merge", *paths, "o.pt", "--prefix", word, cwd=tmp_path)
+    assert done.exit == 2 and f"--prefix {word} is not IN=PREFIX" in done.err
+    assert not (tmp_path / "o.pt").exists()
+
+
 @pytest.mark.parametrize("again", ["a.pt=y.", "./a.pt=y."])
 def test_a_source_has_one_prefix(again, tmp_path):
     """The last one was taken, without a word."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import struct
 
@@ -128,6 +129,22 @@ def test_the_metadata_go_along_into_safetensors_but_for_what_it_understands_othe
     convert_checkpoint(source, tmp_path / "out.safetensors")
     with open_checkpoint(tmp_path / "out.safetensors") as opened:
         assert dict(opened.metadata) == {"a.b": "mlx", "format": "pt", "device": "cpu"}
+
+
+# the types of values as GGUF numbers them, by the letters that `struct` has for them
+KINDS = ("B", "b", "H", "h", "I", "i", "f", "?", None, None, "Q", "q", "d")
+
+
+@pytest.mark.parametrize("kind", [at for at, letter in enumerate(KINDS) if letter is not None])
+def test_each_type_of_a_number_in_the_metadata_is_read(kind, tmp_path):
+    value = True if KINDS[kind] == "?" else 7
+    raw = struct.pack(f"<{KINDS[kind]}", value)
+    several = made.array("a.several", kind, 2, raw * 2)
+    source = written(tmp_path, made.gguf(metadata=[made.entry("a.one", kind, raw), several]))
+    with open_checkpoint(source) as opened:
+        one = json.loads(opened.metadata["a.one"])
+        assert (one, json.loads(opened.metadata["a.several"])) == (value, [value] * 2)
+    assert type(one) is type(value) or KINDS[kind] in "fd"
 
 
 @pytest.mark.parametrize("number", ["0.1", "3.4028235e+38", "inf", "nan", "16777216", "1e-45"])

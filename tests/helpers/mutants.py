@@ -287,8 +287,8 @@ def is_found(item: Mutant, tests: list[str], copies: list[Path], limit: int) -> 
             timeout=limit,
             check=False,
         )
-        if done.returncode == 4:  # a test has another name than when it was measured
-            raise RuntimeError(done.stderr.decode(errors="replace")[-500:])
+        if b"ERROR: not found: " in done.stderr and done.returncode == 4:
+            raise RuntimeError(f"not the tests that were measured: {done.stderr[-500:]!r}")
         return done.returncode not in (0, 5)
     except subprocess.TimeoutExpired:
         return True

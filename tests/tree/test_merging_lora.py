@@ -762,7 +762,10 @@ def test_a_scale_that_is_none(base, scale):
         merged(folder, of_peft(folder, factors(PEFT + Q)), scale=scale)
 
 
-def test_adapters_have_to_be_open():
+def test_adapters_have_to_be_open_and_edits_are_a_list(base):
+    folder, _ = base
+    with pytest.raises(OptionRefused, match="edits=3 is not a list of edits"):
+        merge_lora_checkpoint(folder, folder, folder / "out.pt", edits=3)
     with pytest.raises(OptionRefused, match="are not open checkpoints"):
         MergeLora("adapter")
 
