@@ -28,6 +28,7 @@ from ckptconv.formats.containers import (
     is_torch_legacy,
     is_zip,
 )
+from ckptconv.formats.folders.alone import part_of
 from ckptconv.formats.registry import open_as, open_certain
 from ckptconv.formats.zip_archive import Record, open_archive
 from ckptconv.formats.zip_directory import (
@@ -83,8 +84,20 @@ def salvage(place: Location) -> Salvaged:
         for is_one, open_damaged, is_whole in _KINDS:
             if is_one(head):
                 told = f"{printable(error.where)}: {error.what}" if error.where else error.what
-                return Salvaged(open_as(place, open_damaged), is_whole, told)
+                checkpoint = open_as(place, open_damaged)
+                with closed_on_error(checkpoint):
+                    _refuse_delta(place, checkpoint)
+                return Salvaged(checkpoint, is_whole, told)
         raise
+
+
+def _refuse_delta(place: Location, checkpoint: Checkpoint) -> None:
+    """Refuse a file of a delta, whose tensors are not weights. Other parts are saved as they are:
+    each of their tensors is one.
+    """
+    part = part_of(place, checkpoint)
+    if part is not None and part.is_delta:
+        raise UnsupportedCheckpoint(part.what, path=place, hint="fetch the delta again")
 
 
 def _as_it_is(place: Location) -> Salvaged:

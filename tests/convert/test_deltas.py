@@ -529,6 +529,15 @@ def test_a_file_of_a_delta_is_not_edited(room):
     assert "holds changes of tensors" in line and (room / "d" / SHARD).read_bytes() == raw
 
 
+def test_what_is_left_of_a_file_of_changes_is_not_saved_as_weights(room):
+    write_delta(room / "d", tensors_in(room / "base"), tensors_in(room / "one"))
+    file, out = room / "d" / SHARD, room / "no.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(UnsupportedCheckpoint, match=r"changes of tensors.*; fetch the delta again"):
+        ckptconv.recover_checkpoint(file, out)
+    assert not out.exists()
+
+
 def test_a_batch_refuses_changes(room):
     write_delta(room / "d", tensors_in(room / "base"), tensors_in(room / "one"))
     done = run("batch", "d", "--out-dir", "out", "--to", "npz", cwd=room)
