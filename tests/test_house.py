@@ -28,6 +28,9 @@ LEVELS = [re.findall(r"\w+", row["names"]) for row in ROW.finditer(TABLE.read_te
 know each other.
 """
 
+PAGES = [PACKAGE.parent / "CONTRIBUTING.md", *TABLE.parent.glob("[!h]*.md")]
+"""What maintainers read, but for hostile-files.md, whose names are those of made files."""
+
 LEVEL = {package: level for level, row in enumerate(LEVELS) for package in row}
 
 TERMINAL_PACKAGES = {"cli"}
@@ -49,6 +52,33 @@ that lie beside modules.
 def test_every_package_stands_in_the_table_of_the_design():
     assert {package_of(module) for module in MODULES} - {""} == set(LEVEL)
     assert 9 <= len(LEVELS) <= 16 and len(LEVEL) == sum(map(len, LEVELS))
+
+
+def is_there(name: str) -> bool:
+    """Whether a path, or the dotted name of a module or of what stands in one, means something."""
+    if "/" in name:
+        return any((root / name).exists() for root in (PACKAGE.parent, PACKAGE))
+    module, names = name, [""]
+    while module and not {module, f"{module}.__init__"} & MODULES.keys():
+        module, _, last = module.rpartition(".")
+        names.insert(0, last)
+    if not names[0]:
+        return True
+    defined = rf"^ *(?:def|class) {names[0]}\b|^{names[0]}\b"
+    return module in MODULES and bool(re.search(defined, MODULES[module].read_text("utf-8"), re.M))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_for_maintainers_names_is_there(page):
+    named = " ".join(re.findall(r"(?<!`)`([^`\n]+)`", page.read_text("utf-8"))).split()
+    # NAME and VERSION stand for what is made; a word alone may be of any program
+    ours = [
+        name
+        for name in named
+        if not re.search("NAME|VERSION", name)
+        and (re.fullmatch(r"\w+/[\w./-]+", name) or name.partition(".")[0] in LEVEL)
+    ]
+    assert [name for name in ours if not is_there(name)] == []
 
 
 @pytest.mark.parametrize("package", LEVEL)
@@ -116,7 +146,7 @@ def test_only_the_command_line_knows_terminals():
 
 
 def test_torch_is_imported_only_where_live_tensors_and_devices_are():
-    assert {module for module in MODULES if "torch" in top_names(module)} <= TORCH_MODULES
+    assert {module for module in MODULES if "torch" in top_names(module)} == TORCH_MODULES
 
 
 def opens_files(tree: ast.Module) -> set[str]:

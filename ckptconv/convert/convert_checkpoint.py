@@ -65,7 +65,7 @@ def convert_checkpoint(call: _Call) -> ConversionResult:
 
     `source` is a file, the folder of a checkpoint of many files, or a sequence of the files of all
     ranks; `tag` picks a step where it is a folder of several. `Options` says what all the others
-    mean, from `to` to `save_mapping`; a sharded output is named after `output` or, in a folder, as
+    mean, from `to` to `manifest`; a sharded output is named after `output` or, in a folder, as
     Hugging Face libraries do. The output is written to a temporary sibling and renamed; an existing
     one is replaced only with `force`, and without `fsync` the disk is not waited for. `verify`
     counts what the source names, reads the output back and compares every tensor first.
