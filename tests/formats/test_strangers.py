@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptconv import UnsupportedCheckpoint, open_checkpoint
 from helpers.program import PROGRAM, SAMPLES, assert_one_error, run, run_process
 
 SAMPLE = SAMPLES / "ddp_cuda3.pt"
@@ -336,3 +337,22 @@ def test_the_program_runs_as_a_module_and_as_a_function(tmp_path):
     }
     assert len(outputs) == 1
     assert outputs.pop().startswith("ckptconv ")
+
+
+@pytest.mark.parametrize(
+    ("head", "code"),
+    [
+        (b"\x1f\x8b\x08", "compressed"),
+        (b"BZh91AY&SY", "compressed"),
+        (b"\xfd7zXZ\0", "compressed"),
+        (b"\x28\xb5\x2f\xfd", "compressed"),
+        (b"7z\xbc\xaf\x27\x1c", "compressed"),
+        (b"\x89HDF\r\n\x1a\n", ""),
+        (b"%PDF-1.7", ""),
+    ],
+)
+def test_a_program_may_ask_whether_a_file_is_compressed(head, code, tmp_path):
+    (tmp_path / "in.pt").write_bytes(head + bytes(100))
+    with pytest.raises(UnsupportedCheckpoint) as caught:
+        open_checkpoint(tmp_path / "in.pt")
+    assert caught.value.code == code

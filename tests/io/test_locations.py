@@ -12,6 +12,7 @@ from ckptconv.io.files import FilePool
 from ckptconv.io.location import is_plain_name, is_plain_path, require, within
 from ckptconv.io.open_files import OpenFile
 from ckptconv.io.places import LocalPlace, place_of
+from ckptconv.support.addresses import UrlPath
 from ckptconv.support.errors import CheckpointError, MalformedCheckpoint, OptionRefused
 from helpers.conformance import LocationConformance
 from helpers.memory_places import STORES, MemoryPlace
@@ -24,6 +25,11 @@ class TestLocal(LocationConformance):
     def write(self, place, content):
         place.path.parent.mkdir(parents=True, exist_ok=True)
         place.path.write_bytes(content)
+
+
+def test_an_address_is_written_as_it_was_typed():
+    path = UrlPath("s3://bucket/a:/b/model.pt")
+    assert (str(path), str(path.parent)) == ("s3://bucket/a:/b/model.pt", "s3://bucket/a:/b")
 
 
 def test_what_the_user_names_becomes_a_place(tmp_path):

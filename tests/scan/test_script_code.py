@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckptconv import limits, scan_checkpoint
-from ckptconv.scan.script_code import judge_operator, judged_code, script_records
+from ckptconv.scan.script_code import judge_operator, judged_code, judged_flatbuffer, script_records
 from helpers.examples import some
 from helpers.program import run
 
@@ -353,6 +353,17 @@ def test_code_is_judged_by_what_it_calls(text, level):
     assert {called.verdict.level for called in judged_code(text.encode())} == (
         {level} if level else set()
     )
+
+
+@pytest.mark.parametrize(("text", "level"), [
+    ("torch . from_file (path, True, 10)", "dangerous"),
+    ("ops.prim.rpc_sync(to, f)", "dangerous"),
+    ("torch.add(x, x)", None),
+    ("mytorch.from_file(path)", None),
+])  # fmt: skip
+def test_texts_in_a_flatbuffer_are_judged_by_what_they_call(text, level):
+    raw = bytes(7) + text.encode() + bytes(5)
+    assert [called.verdict.level for called in judged_flatbuffer(raw)] == [level] * bool(level)
 
 
 def test_code_in_an_archive_that_is_no_torchscript_is_left_alone():

@@ -441,6 +441,10 @@ def test_an_opened_checkpoint_keeps_its_limits_for_what_is_done_later(tmp_path):
     plan = plan_conversion(checkpoint, tmp_path / "out.pt", Options())
     with limits(depth=20):
         ckptconv.execute_plan(plan)
+    with limits(text_bytes=200), pytest.raises(LimitExceeded, match="depth=30"):
+        with limits(depth=30):  # what is set later counts, beside what was set when it was opened
+            opened = open_checkpoint(tmp_path / "in.pt")
+        list(opened.tensors())
     checkpoint.close()
     assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["w"], W)
 

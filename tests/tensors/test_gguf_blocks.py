@@ -24,6 +24,22 @@ def blocks_of(dtype: DType) -> np.ndarray:
     return np.frombuffer(raw, np.uint8).reshape(-1, dtype.itemsize)
 
 
+def test_a_block_has_the_bytes_of_the_structure_of_ggml():
+    """The fields of ggml-common.h, in their order: scales of 2 bytes or their like, codes."""
+    fields = {
+        "Q4_0": (2, 16), "Q4_1": (2, 2, 16), "Q5_0": (2, 4, 16), "Q5_1": (2, 2, 4, 16),
+        "Q8_0": (2, 32), "IQ4_NL": (2, 16), "MXFP4": (1, 16), "NVFP4": (4, 32), "Q1_0": (2, 16),
+        "Q2_K": (16, 64, 2, 2), "Q3_K": (32, 64, 12, 2), "Q4_K": (2, 2, 12, 128),
+        "Q5_K": (2, 2, 12, 32, 128), "Q6_K": (128, 64, 16, 2), "IQ2_XXS": (2, 32 * 2),
+        "IQ2_XS": (2, 32 * 2, 8), "IQ3_XXS": (2, 3 * 32), "IQ1_S": (2, 32, 8 * 2),
+        "IQ3_S": (2, 64, 8, 32, 4), "IQ2_S": (2, 64, 8, 8), "IQ4_XS": (2, 2, 4, 128),
+        "IQ1_M": (32, 16, 8), "TQ1_0": (48, 4, 2), "TQ2_0": (64, 2),
+    }  # fmt: skip
+    assert {one.name: one.itemsize for one in BLOCKS} == {
+        name: sum(sizes) for name, sizes in fields.items()
+    }
+
+
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_values_are_those_of_gguf_py_to_the_bit(name):
     dtype, decode, _ = BY_NAME[name]

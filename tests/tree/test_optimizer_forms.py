@@ -125,6 +125,14 @@ def test_torchtitan_has_the_weights_at_the_root(tmp_path):
     )
 
 
+def test_torchtitan_needs_one_model_that_stands_beside_the_rest(tmp_path):
+    model, optimizer = trained()
+    deep = {"nets": {"model": model.state_dict()}, "optimizer": optimizer.state_dict(), "step": 2}
+    assert "no one state dict to be put at the root" in refused(
+        tmp_path, deep, optimizer="torchtitan"
+    )
+
+
 def test_torch_loads_what_was_numbered_by_a_model(tmp_path, monkeypatch):
     model, optimizer = trained(by_decay)
     (tmp_path / "my_net.py").write_text("from tree.test_optimizer_forms import Net\n")
@@ -134,10 +142,12 @@ def test_torch_loads_what_was_numbered_by_a_model(tmp_path, monkeypatch):
         group["params"].reverse()  # as one that was gathered out of order
     tree = {"model": model.state_dict(), "optimizer": names}
     torch.save(model.state_dict(), tmp_path / "order.pt")
+    torch.save(model.state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "order.txt").write_text("\n".join(dict(model.named_parameters())))
     for how in (
         {"model": "my_net:Net"},
         {"order_from": tmp_path / "order.pt"},
+        {"order_from": tmp_path / "old.pt"},
         {"order_from": str(tmp_path / "order.txt")},
     ):
         again = torch.optim.AdamW(by_decay(Net()), lr=1.0)
