@@ -388,8 +388,8 @@ class _Application:
             for move in moves:
                 refs = move.on(refs)
             if len(refs) != len(row.targets):
-                what = f"{count_text(len(refs), 'tensor')} made, and {len(row.targets)} names"
-                raise KeyMismatch(what)
+                names = count_text(len(row.targets), "name")
+                raise KeyMismatch(f"{count_text(len(refs), 'tensor')} made, for {names}")
         except CheckpointError as error:
             error.what = f"the mapping does not fit: {error.what}"
             raise error.at(where=taken[0].name) from None

@@ -374,6 +374,30 @@ def test_the_count_follows_the_memo_of_every_protocol(tmp_path):
         assert (len(census.storages), census.tensors) == (300, 300)
 
 
+def test_an_output_whose_pickle_makes_fewer_tensors_than_were_planned_fails_verify(
+    tmp_path, monkeypatch
+):
+    """One of two views of a storage: the storage is named."""
+    whole = torch.arange(6.0)
+    torch.save({"a": whole, "b": whole[1:3]}, tmp_path / "in.pt")
+    sound = torch_output.write_pickle
+
+    def holed(root, leaf, overlay=None):
+        pairs = root.pairs
+        try:
+            sound(root, leaf, overlay)  # which numbers all storages
+            root.pairs = pairs[:1]
+            return sound(root, leaf, overlay)
+        finally:
+            root.pairs = pairs
+
+    monkeypatch.setattr(torch_output, "write_pickle", holed)
+    monkeypatch.setattr(accounting, "refuse_unaccounted", lambda _: None)
+    with pytest.raises(VerificationFailed, match="its pickle makes 1 tensors where 2 were planned"):
+        convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", verify=True)
+    assert [item.name for item in tmp_path.iterdir()] == ["in.pt"]
+
+
 def test_an_output_whose_pickle_names_less_than_was_planned_fails_verify(tmp_path, monkeypatch):
     torch.save({"a": torch.ones(2), "b": [torch.ones(3)]}, tmp_path / "in.pt")
     sound = torch_output.write_pickle

@@ -17,11 +17,14 @@ from ckptconv import (
     CheckpointError,
     KeyConflict,
     KeyMismatch,
+    MalformedCheckpoint,
     OptionRefused,
+    RefusedObject,
     UnsupportedCheckpoint,
     apply_deltas,
     delta_checkpoints,
 )
+from ckptconv.convert import deltas
 from helpers.deltas import (
     INDEX,
     SHARD,
@@ -232,6 +235,18 @@ def test_a_base_that_says_its_version_takes_only_what_comes_after(chain):
     assert (made.base_version, made.version) == (1, 2)
 
 
+def test_deltas_of_one_base_are_not_applied_one_on_top_of_the_other(chain):
+    """The second one says that it follows the first, and its checksums are those of the base."""
+    other = chain / "other"
+    delta_checkpoints(chain / "base", chain / "two", other, version=2, base_version=1)
+    deltas, out = [chain / "updates" / "weight_v000001", other], chain / "out.safetensors"
+    with pytest.raises(MalformedCheckpoint, match=r"was made from a tensor with the xxh3-128 "):
+        apply_deltas(chain / "base", deltas, out)
+    with pytest.raises(OptionRefused, match="there is no delta; name one or more"):
+        apply_deltas(chain / "base", [], out)
+    assert not out.exists()
+
+
 def test_a_whole_version_among_deltas_is_named(chain):
     (chain / "one").rename(chain / "updates" / "weight_v000003")
     line = assert_one_error(run("apply", "base", "updates", "no.pt", cwd=chain))
@@ -429,6 +444,15 @@ def test_what_a_delta_cannot_say_is_refused(change, kind, told, room):
     with pytest.raises(kind, match=told):
         delta_checkpoints(room / "base", room / "one", room / "d")
     assert not (room / "d").exists()
+
+
+def test_places_that_do_not_fit_32_bits_are_not_written(room, monkeypatch):
+    monkeypatch.setattr(deltas, "MOST_PLACES", LARGE - 1)
+    with pytest.raises(RefusedObject, match=rf"^large: has {LARGE} bytes.*; use --encoding xor$"):
+        delta_checkpoints(room / "base", room / "one", room / "d", encoding="overwrite")
+    assert not (room / "d").exists()
+    delta_checkpoints(room / "base", room / "one", room / "d", encoding="xor")
+    assert apply_delta(tensors_in(room / "base"), room / "d") == tensors_in(room / "one")
 
 
 def test_an_output_is_replaced_only_with_force_and_never_an_input(room):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,21 @@ def test_second_names_of_tensors_follow(tmp_path):
     assert found["e.weight"].data_ptr() == found["h.weight"].data_ptr()
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"metadata": "head.bias=x"}, "head.bias is a second name of the tensor old.bias"),
+        ({"remove_metadata": "head.bias"}, "head.bias is a second name of the tensor old.bias"),
+        ({"rename": "head.bias=author"}, "author: a metadata entry has this name already"),
+    ],
+    ids=str,
+)
+def test_a_second_name_of_a_tensor_is_not_lost(asked, words, tmp_path):
+    path = tmp_path / "m.safetensors"
+    save_file(TENSORS, path, {**METADATA, "head.bias": "old.bias"})
+    assert words in assert_untouched(path, path.read_bytes(), KeyConflict, **asked)
+
+
 def test_a_mapping_undoes_the_names(model, tmp_path):
     edit(model, regex=r"old\.(.*)=>\1", save_mapping=tmp_path / "map.json")
     assert "weight" in load_file(model)
@@ -297,6 +313,10 @@ def test_tensors_that_are_put_together_by_name_keep_their_names(tmp_path):
     )
     edit(path, metadata="license=mit")
     assert load_portable(path)["s"].is_sparse
+    told = assert_untouched(
+        path, path.read_bytes(), OptionRefused, remove_metadata="ckptconv.encodings"
+    )
+    assert "says how tensors are put together, and stays" in told
 
 
 def test_a_mapping_that_is_there_is_not_replaced(model, tmp_path):
@@ -315,6 +335,30 @@ def test_a_header_that_the_library_reads_otherwise_is_taken_back(model, tmp_path
             model, model.read_bytes(), VerificationFailed, verify=True,
             save_mapping=tmp_path / "map.json", **asked,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda raw: raw[:-1], r": has [\d.]+ kB$"),
+        (lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]), r"differs in the \d+ bytes from 0 on"),
+    ],
+)
+def test_data_that_are_not_copied_as_they_were_are_not_put_in_place(
+    damage, words, model, monkeypatch
+):
+    real = editing.entries_seen
+
+    def damaging(made, path):
+        found = real(made, path)
+        made.write_bytes(damage(made.read_bytes()))
+        return found
+
+    monkeypatch.setattr(editing, "entries_seen", damaging)
+    told = assert_untouched(
+        model, model.read_bytes(), VerificationFailed, verify=True, add_prefix="long." * 99
+    )
+    assert re.search(words, told)
 
 
 @pytest.mark.parametrize("seen", ["tensors", "metadata"])

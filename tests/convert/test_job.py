@@ -21,6 +21,7 @@ from ckptconv import (
     OutputRefused,
     limits,
     open_checkpoint,
+    plan_conversion,
 )
 from ckptconv.convert.job import Job
 from ckptconv.convert.planner import request_of
@@ -100,6 +101,33 @@ def test_an_edit_changes_what_is_planned_and_not_what_is_open(tmp_path):
         before = [key.removeprefix("module.") for key in source.state_dict().keys]
         assert list(output.state_dict().keys) == [key for key in before if "classifier" not in key]
         assert len(output.state_dict().keys) < len(before)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "options", "words"),
+    [
+        ("in.pt", None, "checkpoint='in.pt' is not a Checkpoint"),
+        (None, {"to": "torch"}, "options={'to': 'torch'} is not Options"),
+        (None, "torch", "options='torch' is not Options"),
+    ],
+)
+def test_a_plan_is_of_an_open_checkpoint_by_options(checkpoint, options, words, tmp_path):
+    with open_checkpoint(SOURCE) as opened, pytest.raises(OptionRefused, match=re.escape(words)):
+        plan_conversion(checkpoint or opened, tmp_path / "out.pt", options)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"keep_dtype": "norm.*"}, "--keep-dtype changes nothing without --dtype"),
+        ({"metadata": {"a=b": "c"}}, "metadata={'a=b': 'c'} is not a dict of texts without ="),
+        ({"metadata": {"step": 3}}, "metadata={'step': 3} is not a dict of texts without ="),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_meant_are_refused(given, words):
+    with pytest.raises(OptionRefused, match=re.escape(words)):
+        request_of(Options(**given))
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,13 @@ def test_what_holds_no_keys_is_refused_by_its_name(name, content, error, tmp_pat
     assert caught.value.path == str(tmp_path / name)
 
 
+def test_a_pipeline_without_a_model_that_has_adapters_is_refused(tmp_path):
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    with pytest.raises(UnsupportedCheckpoint, match=r"of which none of unet, transformer, .* is t"):
+        shapes_like(tmp_path)
+
+
 def test_one_of_several_state_dicts_is_not_chosen(tmp_path):
     values = torch.load(BARE, map_location="cpu", weights_only=True)
     torch.save({"model": values, "ema": dict(values)}, tmp_path / "two.pt")

@@ -171,6 +171,12 @@ def _mapping(sources: list[str], move: str, targets: list[str]) -> dict[str, obj
     }
 
 
+def _with_attribute(t: torch.Tensor) -> torch.nn.Parameter:
+    made = torch.nn.Parameter(t)
+    made.partition_dim = 0  # type: ignore[attr-defined]
+    return made
+
+
 STACK = {"from": "e.{n}.w", "to": "all", "operations": ["stack 0"]}
 QKV = {"from": ["q", "k"], "to": "qk", "operations": ["concat 0"]}
 MISFITS = {
@@ -332,6 +338,32 @@ MISFITS = {
         "and goes where these go; write the rule for the codes alone, or --dequantize makes values "
         "first",
     ),
+    "two keys that read as one": (
+        {1: _w(2), "1": _w(2), "e.0.w": _w(2)},
+        [STACK],
+        "two keys read as '1'",
+    ),
+    "two targets of one name": (
+        {"qk": _w(2)},
+        [{"from": "qk", "to": ["q", "q"], "operations": ["split 0"]}],
+        "q: the tensor rule qk → q, q would make it twice",
+    ),
+    "a parameter with attributes": (
+        {"e.0.w": _with_attribute(_w(2)), "e.1.w": _w(2)},
+        [STACK],
+        "e.0.w: the tensor rule e.{n}.w → all: is not a plain tensor",
+    ),
+    "a mapping that makes more than it names": (
+        {"a": _w(4)},
+        _mapping(["a"], "split 0 2,2", ["b"]),
+        "a: the mapping does not fit: 2 tensors made, for 1 name",
+    ),
+    "a mapping of a checkpoint with more keys": (
+        {"a": _w(4)},
+        _mapping(["a", "b"], "concat 0 4,4", ["c"]),
+        "b: is not there, and the mapping needs it; --reverse undoes a mapping; it fits the "
+        "checkpoints that it came from",
+    ),
     "a number of a config that is not there": (
         {"a": _w(4, 2)},
         [{"from": "a", "to": "b", "operations": [{"rope": "num_attention_heads"}]}],
@@ -444,6 +476,39 @@ def test_key_rules_and_tensor_rules_are_one_ordered_list(name, tmp_path):
     assert_same(
         load_portable(again, rules=tmp_path / "map.json"), {k: t * 2 for k, t in expected.items()}
     )
+
+
+def test_parameters_are_stacked_as_their_values_are(tmp_path):
+    parts = {f"e.{n}.w": torch.nn.Parameter(_w(3) + n) for n in range(2)}
+    torch.save(parts, tmp_path / "a.pt")
+    made = load_portable(tmp_path / "a.pt", rules=[STACK])
+    assert torch.equal(made["all"], torch.stack([*parts.values()])) and [*made] == ["all"]
+
+
+def test_sizes_are_those_of_the_checkpoint_to_be_like(tmp_path):
+    rule = {"from": "qk", "to": ["q", "k"], "operations": [{"split": {"dim": 0, "sizes": "like"}}]}
+    (tmp_path / "rules.json").write_text(json.dumps([rule]))
+    torch.save({"q": _w(1, 2), "k": _w(3, 2)}, tmp_path / "like.pt")
+    torch.save({"qk": _w(4, 2)}, tmp_path / "a.pt")
+    paths = tmp_path / "a.pt", tmp_path / "b.pt"
+    convert_checkpoint(*paths, rules=tmp_path / "rules.json", like=tmp_path / "like.pt")
+    q, k = _w(4, 2).split([1, 3])
+    assert_same(torch.load(paths[1]), {"q": q, "k": k})
+
+
+def test_a_mapping_with_steps_fills_in_the_second_name_of_a_tensor(tmp_path):
+    mapping = _mapping(["a"], "split 0 1,3", ["b", "c"])
+    mapping["state_dicts"][0] |= {
+        "keys": {"x": "y"},
+        "filled": {"z": "y"},
+        "order": ["a", "x"],
+    }
+    (tmp_path / "map.json").write_text(json.dumps(mapping))
+    torch.save({"a": _w(4), "x": _w(2)}, tmp_path / "a.pt")
+    convert_checkpoint(tmp_path / "a.pt", tmp_path / "b.pt", rules=tmp_path / "map.json")
+    made = torch.load(tmp_path / "b.pt")
+    assert_same(made, {"b": _w(4)[:1], "c": _w(4)[1:], "y": _w(2), "z": _w(2)})
+    assert made["y"].data_ptr() == made["z"].data_ptr()
 
 
 def test_tied_names_become_one_again_where_their_values_are_theassert_same(tmp_path):

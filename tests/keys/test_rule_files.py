@@ -153,8 +153,51 @@ WRONG = {
     "alias.yaml": ("a: &a [x]\nrules:\n- exclude: *a\n", "line 1: is used again through an alias"),
     "twice.yaml": ("rules:\n- rename: {a: b, a: c}\n", "line 2: a name occurs twice in it"),
     "number.yaml": ("rules:\n- add-prefix: 1\n", "line 2: add-prefix: its value is not text"),
+    "sum.json": ('[\n{"from": "a", "to": "b", "operations": "sum 0"}]', "line 2: there is no"),
+    "maybe.yaml": ("rules:\n- {from: a, to: b, optional: maybe}\n", "line 2: optional is true or "),
+    "text_mapping.json": ('{"mapping": 1, "state_dicts": ["a"]}', "is not a mapping that ckptconv"),
     "numbers.yaml": ("rules:\n- 1: 2\n", "line 2: 1: its value is not text"),
 }  # fmt: skip
+
+
+MAPPING = {"path": "", "keys": {"a": "x"}, "left_out": [], "modules": {}, "order": ["x", "y"]}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"filled": {"y": "z"}},  # a twin that no key becomes
+        {"filled": {"y": 1}},
+        {"modules": {"m": []}},
+        {"modules": {"m": 3}},
+        {"tensors": [{"from": ["b"], "to": ["y"]}]},
+        {"tensors": [{"from": [], "moves": [], "to": ["y"]}]},
+        {"tensors": [{"from": [7], "moves": [], "to": ["y"]}]},  # 7 is made by no row before it
+        {"tensors": [{"from": ["b"], "moves": [], "to": [0.5]}]},
+    ],
+)
+def test_a_mapping_that_says_what_none_says_is_refused(odd, tmp_path):
+    path = tmp_path / "mapping.json"
+    for filled in ({"y": "x"}, ["y"]):  # a list, without twins, as mappings had once
+        path.write_text(json.dumps({"mapping": 1, "state_dicts": [{**MAPPING, "filled": filled}]}))
+        [rule] = read_key_rules(path).rules
+        [found] = rule.state_dicts
+        assert found.filled == {"y": "x" if isinstance(filled, dict) else None}
+    path.write_text(json.dumps({"mapping": 1, "state_dicts": [{**MAPPING, **odd}]}))
+    with pytest.raises(KeyConflict, match="is not a mapping that ckptconv"):
+        read_key_rules(path)
+
+
+def test_flags_and_numbers_of_yaml_are_those_of_json(tmp_path):
+    written = {"from": "a.{e}", "to": "b", "optional": True}
+    written["operations"] = [{"stack": {"dim": -1, "over": "e"}}]
+    (tmp_path / "rules.json").write_text(json.dumps([written]))
+    (tmp_path / "rules.yaml").write_text(
+        "rules:\n- from: a.{e}\n  to: b\n  optional: True\n"
+        "  operations: [{stack: {dim: -1, over: e}}]\n"
+    )
+    found = read_key_rules(tmp_path / "rules.yaml")
+    assert found == read_key_rules(tmp_path / "rules.json")
 
 
 @pytest.mark.parametrize("name", WRONG)

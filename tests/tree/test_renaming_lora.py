@@ -483,6 +483,7 @@ REFUSED = {
     "no base": ({}, OptionRefused, "--like BASE"),
     "two": ({"preset": ["lora-kohya", "lora-comfyui"]}, OptionRefused, "name the same parts"),
     "mapping": ({"save_mapping": "map.json"}, OptionRefused, "--save-mapping"),
+    "unexpected": ({"drop_unexpected": True}, OptionRefused, "--drop-unexpected says nothing"),
     "tied": ({"tied": "duplicate"}, OptionRefused, "--tied says nothing"),
     "shards": ({"max_shard_size": "1MB"}, OptionRefused, "is one file"),
 }
