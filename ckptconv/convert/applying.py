@@ -219,6 +219,9 @@ class _Applying:
             for key, node in nodes.items()
             if (ref := patching.now(key)) is not _tensor(node)
         }
+        notes = [*checkpoint.notes, *patching.notes]
+        if found.path:  # an optimizer's state is of the version before
+            notes.append(f"only {printable(found.path)} is changed, nothing else of BASE")
         # stored as they are, where a delta changes nothing
         root = substituted(checkpoint.root, stand_ins)
         opened = [delta.checkpoint for delta in self.deltas]
@@ -227,7 +230,7 @@ class _Applying:
             root=root,
             nbytes=checkpoint.nbytes + sum(one.nbytes for one in opened),
             sources=(*checkpoint.sources, *(one for each in opened for one in each.sources)),
-            notes=(*checkpoint.notes, *patching.notes),
+            notes=tuple(notes),
             # --verify counts what the files of the deltas name, and finds it here
             dropped=(*checkpoint.dropped, *(one.root for one in opened)),
             reread=None,

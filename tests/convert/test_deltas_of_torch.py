@@ -70,6 +70,15 @@ def test_what_torch_saved_takes_changes_and_stays_tied(encoding, room):
     assert all(torch.equal(loaded[key], trained(1)[key]) for key in loaded)
 
 
+def test_the_rest_of_a_checkpoint_stays_as_it_is_and_a_note_says_so(room):
+    torch.save({"model": trained(0), "epoch": 0}, room / "train.pt")
+    delta_checkpoints(room / "base.pt", room / "new.pt", room / "d")
+    made = apply_deltas(room / "train.pt", room / "d", room / "out.pt")
+    found = torch.load(room / "out.pt", weights_only=True)
+    assert torch.equal(found["model"]["half"], trained(1)["half"]) and found["epoch"] == 0
+    assert "only model is changed, nothing else of BASE" in made.plan.notes
+
+
 @pytest.mark.parametrize("which", ["base.pt", "new.pt"])
 def test_a_flipped_byte_is_found(which, room):
     delta_checkpoints(room / "base.pt", room / "new.pt", room / "d")
