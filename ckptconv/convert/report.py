@@ -175,12 +175,16 @@ def _keys_text(plan: ConversionPlan, renamed: Any) -> str:
     where = ""
     if renamed.path and plan.target.holds_trees:
         where = f" in {_place_text(renamed.path)}"
+    written = f"{count_text(renamed.written, 'key')}{where}"
+    if not renamed.changed and renamed.made:
+        # the next row tells of what is made
+        untouched = renamed.written - sum(len(item.targets) for item in renamed.made)
+        return f"{written}, {untouched:,} as before" if untouched > 0 else written
     if not renamed.changed:
-        return f"{count_text(renamed.written, 'key')}{where}, none renamed"
+        return f"{written}, none renamed"
     old, new = renamed.changed[0]
     return (
-        f"{len(renamed.changed):,} of {count_text(renamed.written, 'key')}{where} renamed, "
-        f"e.g. {printable(old)} → {printable(new)}"
+        f"{len(renamed.changed):,} of {written} renamed, e.g. {printable(old)} → {printable(new)}"
     )
 
 

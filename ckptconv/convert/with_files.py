@@ -95,7 +95,7 @@ def _companions(plan: ConversionPlan, request: Request) -> tuple[FilesBeside, li
         )
         found = FilesBeside()
     elif not found.copied:
-        notes.append(f"{home.path} has no config, tokenizer or the like to copy")
+        notes.append(f"{home.name} has no config, tokenizer or the like to copy")
     return found, notes
 
 

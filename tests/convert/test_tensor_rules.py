@@ -21,6 +21,7 @@ from ckptconv import (
     merge_checkpoints,
     open_checkpoint,
 )
+from ckptconv.convert.report import plan_lines
 from helpers.examples import examples
 from helpers.paths import NUMBERS
 from helpers.program import run
@@ -545,8 +546,11 @@ def test_what_was_left_out_does_not_come_back_and_the_rest_does(tmp_path):
 
 def test_parts_of_a_tensor_share_no_memory(tmp_path):
     rules = {"from": "w", "to": ["a", "b"], "operations": [{"split": 0}]}
-    torch.save({"w": _w(8, 3)}, tmp_path / "a.pt")
-    convert_checkpoint(tmp_path / "a.pt", tmp_path / "b.pt", rules=[rules])
+    torch.save({"w": _w(8, 3), "y": _w(2)}, tmp_path / "a.pt")
+    result = convert_checkpoint(tmp_path / "a.pt", tmp_path / "b.pt", rules=[rules])
+    assert [row.text for row in plan_lines(result.plan) if row.label == "keys"] == [
+        "3 keys, 1 as before"  # and two are made, which the next row says
+    ]
     parts = torch.load(tmp_path / "b.pt")
     assert parts["a"].untyped_storage().data_ptr() != parts["b"].untyped_storage().data_ptr()
     assert parts["a"].untyped_storage().nbytes() == 4 * 3 * 4
