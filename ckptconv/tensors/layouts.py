@@ -595,10 +595,7 @@ def _transposes(arguments: Mapping[str, object], shape: Shape) -> _Steps:
 
 
 def _permutes(arguments: Mapping[str, object], shape: Shape) -> _Steps:
-    dims = _numbers(arguments["dims"])
-    if len(dims) != len(shape):
-        raise KeyMismatch(f"{list(dims)} is not an order of the dimensions of {list(shape)}")
-    yield "permute", (tuple(_axis(axis, len(shape)) for axis in dims),)
+    yield "permute", (tuple(_axis(axis, len(shape)) for axis in _numbers(arguments["dims"])),)
 
 
 def _reshapes(arguments: Mapping[str, object], shape: Shape) -> _Steps:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from ckptconv import (
     KeyMismatch,
     KeyRules,
+    RefusedObject,
     RenameKeys,
     convert_checkpoint,
     diff_checkpoints,
@@ -394,6 +395,116 @@ def test_a_misfit_is_an_error_that_names_the_keys(case, tmp_path):
     done = run("convert", "a.pt", "b.pt", "--rules", "rules.json", cwd=tmp_path)
     assert done.err.strip() == f"error: a.pt: {message}" and done.exit == 1
     assert not (tmp_path / "b.pt").exists()
+
+
+_TALL = _w(2, 3)
+TORCH_REFUSES_TOO = {
+    "an order of fewer dimensions": (
+        {"a": _TALL},
+        [{"from": "a", "to": "b", "operations": [{"permute": [0]}]}],
+        lambda: _TALL.permute(0),
+        r"\[0\] is not an order of the dimensions of \[2, 3\]",
+    ),
+    "two unknown sizes": (
+        {"a": _TALL},
+        [{"from": "a", "to": "b", "operations": [{"reshape": [-1, -1]}]}],
+        lambda: _TALL.reshape(-1, -1),
+        r"\[-1, -1\] is not a shape; one of its sizes may be -1",
+    ),
+    "an unknown size that is not whole": (
+        {"a": _TALL},
+        [{"from": "a", "to": "b", "operations": [{"reshape": [4, -1]}]}],
+        lambda: _TALL.reshape(4, -1),
+        r"\[2, 3\] cannot have the shape \[4, -1\]",
+    ),
+    "an unknown size beside none": (
+        {"a": _w(0, 3)},
+        [{"from": "a", "to": "b", "operations": [{"reshape": [0, -1]}]}],
+        lambda: _w(0, 3).reshape(0, -1),
+        r"\[0, 3\] cannot have the shape \[0, -1\]",
+    ),
+    "dimensions flattened backwards": (
+        {"a": _TALL},
+        [{"from": "a", "to": "b", "operations": [{"flatten": [1, 0]}]}],
+        lambda: _TALL.flatten(1, 0),
+        "flatten goes from a dimension to a later one, not 1 to 0",
+    ),
+    "heads of a number": (
+        {"a": _w()},
+        [{"from": "a", "to": "b", "operations": [{"rope": 1}]}],
+        lambda: _w().view(1, 2, -1).transpose(1, 2),
+        "a number has no heads",
+    ),
+    "fewer rows than targets": (
+        {"a": _TALL},
+        [{"from": "a", "to": ["b", "c", "d"], "operations": ["unstack 0"]}],
+        lambda: dict(zip("bcd", _TALL.unbind(0), strict=True)),
+        r"dimension 0 of \[2, 3\] is 2, for 3 targets",
+    ),
+    "nine sizes that do not add up": (
+        {"a": _w(5)},
+        _mapping(["a"], "split 0 1,1,1,1,1,1,1,1,1", [*"bcdefghij"]),
+        lambda: _w(5).split([1] * 9),
+        r"the sizes 9 × 1 add up to 9, and dimension 0 of \[5\] is 5",
+    ),
+    "a mapping of another order of dimensions": (
+        {"a": _w(2, 3, 4)},
+        _mapping(["a"], "permute 1,0 -", ["b"]),
+        lambda: _w(2, 3, 4).permute(1, 0),
+        r"\[1, 0\] is not an order of the dimensions of \[2, 3, 4\]",
+    ),
+    "a mapping that reshapes to another size": (
+        {"a": _TALL},
+        _mapping(["a"], "reshape 7 2,3 -", ["b"]),
+        lambda: _TALL.reshape(7),
+        r"\[2, 3\] cannot have the shape \[7\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TORCH_REFUSES_TOO)
+def test_what_torch_refuses_is_a_misfit(case, tmp_path):
+    tensors, rules, of_torch, message = TORCH_REFUSES_TOO[case]
+    with pytest.raises((RuntimeError, ValueError)):
+        of_torch()
+    torch.save(tensors, tmp_path / "a.pt")
+    (tmp_path / "rules.json").write_text(json.dumps(rules))
+    with pytest.raises(KeyMismatch, match=message):
+        load_portable(tmp_path / "a.pt", rules=tmp_path / "rules.json")
+
+
+@pytest.mark.parametrize(
+    ("move", "message"),
+    [
+        ("permute 1,0 0,7", "there is no tensor 7 in a list of 2"),
+        ("reshape 6 3,2 -", r"has the shape \[2, 3\], not \[3, 2\]"),
+        ("concat 0 2,3", r"the sizes along dimension 0 are \[2, 2\], not \[2, 3\]"),
+        ("order 1", r"2 tensors do not have the order \(1,\)"),
+        ("order 1,1", r"2 tensors do not have the order \(1, 1\)"),
+    ],
+)
+def test_a_mapping_of_other_tensors_does_not_fit(move, message, tmp_path):
+    torch.save({"a": _w(2, 3), "b": _w(2, 3)}, tmp_path / "a.pt")
+    count = 1 if move.startswith("concat") else move.count("1,1") or 2
+    mapping = _mapping(["a", "b"], move, [f"new.{at}" for at in range(count)])
+    (tmp_path / "map.json").write_text(json.dumps(mapping))
+    with pytest.raises(KeyMismatch, match=message):
+        load_portable(tmp_path / "a.pt", rules=tmp_path / "map.json")
+
+
+def test_tensors_with_other_bits_are_not_put_into_one(tmp_path):
+    z = torch.tensor([1 + 2j])
+    torch.save({"q": z, "k": z.conj()}, tmp_path / "a.pt")
+    assert torch.load(tmp_path / "a.pt")["k"].is_conj()
+    with pytest.raises(RefusedObject, match="differ in byte order or in their conj and neg bits"):
+        load_portable(tmp_path / "a.pt", rules=[QKV])
+
+
+def test_a_tensor_without_values_has_its_new_shape(tmp_path):
+    torch.save({"a": torch.empty(0, 6)}, tmp_path / "a.pt")
+    rules = [{"from": "a", "to": "b", "operations": [{"reshape": [3, 0, 2]}]}]
+    made = load_portable(tmp_path / "a.pt", rules=rules)["b"]
+    assert made.shape == torch.empty(0, 6).reshape(3, 0, 2).shape
 
 
 # ------------------------------------------------------------------------- numbers, files, undoing

@@ -276,8 +276,6 @@ def _mesh(state: dict[str, Node]) -> Mesh:
     if type(grid) is TensorRef:  # torch before 2.9
         shape, ranks = grid.shape, _values(grid)
         offsets = list(range(len(ranks)))
-        if len(ranks) != prod(shape):
-            raise MalformedCheckpoint("is a DTensor whose mesh holds something other than ranks")
     else:
         shape, offsets = _layout(_attributes(state.get("_layout")))
         ranks = _rank_map(state)

@@ -4,6 +4,8 @@ refused, and one alone always.
 
 from __future__ import annotations
 
+import copyreg
+import importlib
 import itertools
 import shutil
 from collections.abc import Callable
@@ -332,6 +334,112 @@ def test_shards_that_are_cut_into_too_many_parts_are_refused(older):
     paths = older((strided, TorchShard(1)), lambda i, j: W, (6, 5))
     with pytest.raises(LimitExceeded, match=f"are cut into {factor} parts"):
         load_portable(paths)
+
+
+class Part:
+    """An object of the torch module and class given, as pickle writes one: its attributes alone."""
+
+    def __init__(self, cls: str, **state: Any) -> None:
+        module, _, name = cls.rpartition(".")
+        self.made_as, self.state = getattr(importlib.import_module(module), name), state
+
+    @property
+    def __class__(self) -> Any:
+        return self.made_as  # pickle looks whether it is what is made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copyreg.__newobj__, (self.made_as,), self.state
+
+
+def mesh9(at: list[int], **changed: Any) -> Part:
+    """A 2 × 2 mesh as torch 2.9 pickled it: a layout of shape and stride, and the ranks flat."""
+    layout = Part("torch.distributed._mesh_layout._MeshLayout", shape=(2, 2), stride=(2, 1))
+    state = {"_layout": layout, "_flatten_rank_map": (3, 2, 1, 0), "_coordinate_on_dim": at}
+    return Part("torch.distributed.device_mesh.DeviceMesh", **{**state, **changed})
+
+
+def saved9(folder: Path, **changed: Any) -> list[Path]:
+    """The files of four ranks of W, whose DTensors or meshes are `changed` in one way."""
+    paths = []
+    for rank in range(4):
+        i, j = 1 - rank // 2, 1 - rank % 2
+        of_mesh = {name: value for name, value in changed.items() if name not in _OF_TENSOR}
+        found = {
+            "placements": (TorchShard(0), TorchShard(1)),
+            "_local_tensor": W.chunk(2)[i].chunk(2, 1)[j].contiguous(),
+            **changed,
+        }
+        placements, mesh = found["placements"], mesh9([i, j], **of_mesh)
+        spec = Part(f"{Spec8.__module__}.DTensorSpec", mesh=mesh, placements=placements)
+        pickled = Pickled((6, 5), found["_local_tensor"], found.get("_spec", spec))
+        paths.append(folder / f"{rank}.pt")
+        torch.save({"w": pickled}, paths[-1])
+    return paths
+
+
+_OF_TENSOR = "placements", "_local_tensor", "_spec"
+
+
+def layout(shape: Any, stride: Any) -> Part:
+    return Part("torch.distributed._mesh_layout._MeshLayout", shape=shape, stride=stride)
+
+
+@pytest.mark.parametrize("changed", [{}, {"_layout": layout(((1, 2), 2), ((4, 2), 1))}])
+def test_the_meshes_of_torch_2_9_are_read(changed, tmp_path):
+    assert torch.equal(load_portable(saved9(tmp_path, **changed))["w"], W)
+
+
+class NoTensor:
+    """What is in the place of local values, and pickled as None; it has a dtype as these have."""
+
+    dtype = torch.float32
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+STRANGE = {
+    "its mesh is of axes that differ in length": (
+        {"_layout": layout(((2, 1), 2), (2, 1))},
+        "whose mesh is not a grid",
+    ),
+    "its mesh has a stride too few": ({"_layout": layout((2, 2), (2,))}, "mesh is not a grid"),
+    "its mesh has 2**63 ranks": (
+        {"_layout": layout((1, (1 << 59, 16)), (0, (0, 0)))},
+        "of more ranks or parts than are possible",
+    ),
+    "its mesh is not an object": ({"_layout": (2, 2)}, "of an unknown layout"),
+    "its mesh has no shape": ({"_layout": layout(None, (2, 1))}, "of an unknown layout"),
+    "its mesh reaches beyond its ranks": (
+        {"_rank": 3},
+        "whose mesh reaches beyond its ranks",
+    ),
+    "a rank below zero": ({"_flatten_rank_map": (3, 2, 1, -1)}, "something other than ranks"),
+    "a rank that is true": ({"_flatten_rank_map": (3, 2, True, 0)}, "something other than ranks"),
+    "a rank beyond 31 bits": (
+        {"_flatten_rank_map": (3, 2, 1, 1 << 31)},
+        "something other than ranks",
+    ),
+    "ranks that are floats": (
+        {"_flatten_rank_map": None, "_rank_map": torch.arange(3.0, -1.0, -1.0)},
+        "of an unknown mesh",
+    ),
+    "it was saved outside of its mesh": ({"_coordinate_on_dim": None}, "not in its mesh"),
+    "a place of one dimension": ({"_coordinate_on_dim": [1]}, "not in its mesh"),
+    "a placement too few": (
+        {"placements": (TorchShard(0),)},
+        "has 1 placements on a mesh of 2 dimensions",
+    ),
+    "no local values": ({"_local_tensor": NoTensor()}, "is a DTensor of an unknown kind"),
+    "no spec": ({"_spec": None}, "of an unknown layout"),
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_a_dtensor_that_does_not_say_what_is_where_is_refused(case, tmp_path):
+    changed, message = STRANGE[case]
+    with pytest.raises((MalformedCheckpoint, UnsupportedCheckpoint), match=message):
+        load_portable(saved9(tmp_path, **changed))
 
 
 # --------------------------------------------------------------------------------- where shards lie
