@@ -161,13 +161,12 @@ def hand_over_plan(
         names = some_text([item.name for item in plan.beside.copied])
         what = f"standard output is one file, beside which {names} could not be"
         raise OptionRefused(what, hint="name a folder")
-    with _mapping_made(plan, force=force, fsync=fsync) as put_mapping:
+    with _mapping_made(plan, force=force, fsync=fsync):
         alone = replace(plan, mapping=None, manifest=None)
         result = execute_plan(alone, fsync=False, verify=verify, on_progress=on_progress)
         meter = Meter("deliver", plan.nbytes, on_progress)
         deliver(local_path(place_of(plan.output), ""), meter)
         meter.finish()
-        put_mapping()
     return result
 
 
@@ -199,16 +198,13 @@ def _write_files(
 ) -> ConversionResult:
     """Write the one file of an output, or its shards and their index."""
     with (
-        _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
         _proof(plan, force=force, fsync=fsync) as proof,
+        _mapping_made(plan, force=force, fsync=fsync),
         _destination(plan, force=force, fsync=fsync, verify=verify) as output,
     ):
         tally, verified = _make_files(plan, output, fsync, verify, phases, share_out, proof)
         result = _result(plan, tally, verified if verify else None, plan.nbytes)
         output.commit(plan.inputs)
-        put_mapping()
-        if proof is not None:
-            proof.put()
     if verify and plan.in_folder:
         from ckptconv.convert.verify import refuse_unread
 
@@ -219,7 +215,9 @@ def _write_files(
 def _proof(
     plan: ConversionPlan, *, force: bool, fsync: bool
 ) -> AbstractContextManager[Proof | None]:
-    """What collects the digests of an output, if its manifest was asked for."""
+    """What collects the digests of an output, if its manifest was asked for, which is put in its
+    place after the block.
+    """
     if plan.manifest is None:
         return nullcontext()
     # OpenSSL, which hashes, takes 5 MB and some milliseconds
@@ -234,8 +232,8 @@ def _write_files_of_folder(
     """Write the files of an output that is a folder, which is put in its place as one."""
     place, nbytes = place_of(plan.output), plan.nbytes
     with (
-        _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
         _proof(plan, force=force, fsync=fsync) as proof,
+        _mapping_made(plan, force=force, fsync=fsync),
         folder_output(place, force=force, fsync=fsync, size=nbytes, replaces=plan.inputs) as output,
     ):
         tally, verified = _make_files(plan, output, fsync, verify, phases, None, None)
@@ -243,9 +241,6 @@ def _write_files_of_folder(
         if proof is not None:
             proof.add_folder(LocalPlace(output.folder()))
         output.commit(plan.inputs)
-        put_mapping()
-        if proof is not None:
-            proof.put()
     return result
 
 
@@ -529,27 +524,22 @@ def _shard_names(plan: ConversionPlan) -> ShardNames:
 
 
 @contextmanager
-def _mapping_made(
-    plan: ConversionPlan, *, force: bool, fsync: bool
-) -> Iterator[Callable[[], None]]:
-    """The mapping, if asked for, made before the block; what is yielded puts it in place."""
+def _mapping_made(plan: ConversionPlan, *, force: bool, fsync: bool) -> Iterator[None]:
+    """The mapping, if asked for, made before the block and put in its place after it."""
     if plan.mapping is None:
-        yield lambda: None
+        yield
         return
     path, layout = plan.mapping.path, plan.mapping.layout
     with file_output(place_of(path), force=force, fsync=fsync, size=layout.nbytes) as output:
         with output.draft(path.name, layout.nbytes) as draft:
             write_layout(layout, draft.stream, Tally(), Checksums())
             draft.commit()
-
-        def put() -> None:
-            try:
-                output.commit()
-            except OutputRefused as error:
-                error.hint = f"the output {plan.output} is in place"
-                raise
-
-        yield put
+        yield
+        try:
+            output.commit()
+        except OutputRefused as error:
+            error.hint = f"the output {plan.output} is in place"
+            raise
 
 
 def _write_folder(
@@ -559,8 +549,8 @@ def _write_folder(
     # the plain file and the folder that torch makes of it are on the disk at the same time
     place, nbytes = place_of(plan.output), 2 * plan.nbytes
     with (
-        _mapping_made(plan, force=force, fsync=fsync) as put_mapping,
         _proof(plan, force=force, fsync=fsync) as proof,
+        _mapping_made(plan, force=force, fsync=fsync),
         folder_output(place, force=force, fsync=fsync, size=nbytes, replaces=plan.inputs) as output,
     ):
         written = Meter("write", nbytes, phases.tell)
@@ -587,7 +577,4 @@ def _write_folder(
             proof.add_folder(LocalPlace(made))
         with phases.waiting(plan.nbytes, wanted=fsync):
             output.commit(plan.inputs)
-        put_mapping()
-        if proof is not None:
-            proof.put()
         return result

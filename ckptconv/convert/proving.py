@@ -114,9 +114,11 @@ class Proof:
 def proof_of(
     plan: ConversionPlan, manifest: PurePath, *, force: bool, fsync: bool
 ) -> Iterator[Proof]:
-    """What collects the digests of an output; a place where its manifest may not be written is
-    refused now.
+    """What collects the digests of an output, whose manifest is written after the block; a place
+    where that may not be is refused now.
     """
     place = place_of(manifest)
     with file_output(place, force=force, fsync=fsync, size=0) as destination:
-        yield Proof(plan, destination)
+        proof = Proof(plan, destination)
+        yield proof
+        proof.put()
