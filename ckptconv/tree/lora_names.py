@@ -156,7 +156,10 @@ class Names:
         for start, wanted in starts.items():
             if not name.startswith(start):
                 continue
-            found = known.get(name.removeprefix(start), {})
+            rest = name.removeprefix(start)
+            found = known.get(rest, {})
+            if not found and wanted.startswith("te"):
+                found = known.get(_with_or_without_text_model(rest), {})
             fitting = [places for places, own in found.items() if not (own and wanted != own)]
             if not wanted:
                 fitting = [*found]
@@ -183,6 +186,16 @@ class Names:
                 if self.modules.keys() >= set(moved.values()):
                     fitting.append((moved, f"{added} added" if added else f"{removed} taken off"))
         return fitting[0] if len(fitting) == 1 else ({}, "")
+
+
+def _with_or_without_text_model(path: str) -> str:
+    """The path of a module of CLIP with ``text_model``, or without it: transformers 5.6 has none in
+    `CLIPTextModel`, and neither have older files of Stable Diffusion 1 (sd-scripts, model_util.py).
+    """
+    wrapper = "text_model." if "." in path else "text_model_"
+    if path.startswith(wrapper):
+        return path.removeprefix(wrapper)
+    return wrapper + path
 
 
 def _spellings(

@@ -228,6 +228,26 @@ def test_the_second_text_encoder_is_not_the_first(tmp_path):
         merged(tmp_path, of_file(tmp_path, factors(f"lora_te2_{joined}", KOHYA, (8, 8))))
 
 
+@pytest.mark.parametrize(
+    ("before", "adapter"),
+    [
+        ("conditioner.embedders.0.transformer.text_model.", "text_encoder."),
+        ("text_model.", "lora_te1_"),
+        ("cond_stage_model.transformer.", "lora_te_text_model_"),
+        ("text_encoder.", "text_encoder.text_model."),
+    ],
+)
+def test_paths_of_clip_have_text_model_or_not(tmp_path, before, adapter):
+    """huggingface/diffusers#13984; `replacements` of sd-scripts' library/model_util.py."""
+    path = "encoder.layers.0.self_attn.q_proj"
+    weights = {f"{before}{path}.weight": torch.zeros(8, 8)}
+    save_file(weights, tmp_path / "base.safetensors")
+    name = path if "." in adapter else path.replace(".", "_")
+    given = factors(adapter + name, KOHYA, (8, 8))
+    found = merged(tmp_path, of_file(tmp_path, given))[f"{before}{path}.weight"]
+    assert torch.allclose(found, product(given), atol=1e-5)
+
+
 def test_underscores_are_looked_up_and_not_taken_apart(tmp_path):
     weights = {"a_b.c.weight": torch.zeros(3, 3), "a.b_c.weight": torch.ones(3, 3)}
     save_file(weights, tmp_path / "base.safetensors")
