@@ -119,6 +119,8 @@ def merged_plan(
                 if new in owners:
                     both = f"{printable(owners[new])} and {printable(part.path)}"
                     hint = f"give the keys of one a prefix: --prefix {printable(named)}=NAME."
+                    if owners[new] == part.path:  # a prefix is for both then
+                        hint = "name each checkpoint once"
                     raise KeyConflict(f"{both} both have this key", where=new, hint=hint)
                 owners[new], values[new] = part.path, value
         notes = [

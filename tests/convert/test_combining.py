@@ -232,6 +232,8 @@ def test_a_key_of_two_is_an_error_that_names_both(tmp_path):
         and "a.pt" in str(raised.value)
         and "--prefix" in str(raised.value)
     )
+    with pytest.raises(KeyConflict, match="name each checkpoint once"):
+        merge(paths[:1] * 2, tmp_path / "o.pt", prefix={str(paths[0]): "p."})
     with pytest.raises(KeyConflict):  # what the prefix makes equal
         merge(paths, tmp_path / "o.pt", prefix={str(paths[0]): "p.", str(paths[1]): "p."})
     with pytest.raises(OptionRefused, match="not one of the sources"):
