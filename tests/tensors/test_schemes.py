@@ -388,6 +388,7 @@ def state(**changes):
         state(blocksize=128),
         state(shape=[96, 255]),
         state(shape=[1 << 40, 1 << 40]),
+        state(shape="96 x 256"),
         state(quant_type="nf9"),
         state(nested_blocksize="many"),
         state(nested_offset=10**400),
@@ -716,6 +717,190 @@ def test_the_zeros_of_auto_round_are_asked_for(tmp_path):
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
     with pytest.raises(RefusedObject, match="stored less one"):
         convert_checkpoint(path, tmp_path / "out.safetensors", dequantize=True)
+
+
+# --------------------------------------------------------------- what a framework would not read
+
+
+def comfy(kind: str = "float8_e4m3fn", **parts: torch.Tensor) -> tuple:
+    """Tensors of a layer that ComfyUI's metadata name."""
+    said = {"_quantization_metadata": json.dumps({"layers": {"a": {"format": kind}}})}
+    beside = {"weight": fp8(4, 4), "weight_scale": torch.ones(()), **parts}
+    return {f"a.{name}": value for name, value in beside.items()}, said, {}
+
+
+def torchao(kind: str = "Int8Tensor", told: dict | None = None, **parts: torch.Tensor) -> tuple:
+    """Tensors of an object of torchao, as `flatten_tensor_state_dict` names them."""
+    data = {"_type": kind, "_data": {"block_size": [1, 8]} if told is None else told}
+    beside = {"qdata": INT8["qdata"], "scale": INT8["scale"], **parts}
+    return {f"_w_{name}": value for name, value in beside.items()}, {"w": json.dumps(data)}, {}
+
+
+def of_config(method: str, tensors: dict[str, torch.Tensor], **config) -> tuple:
+    """Tensors beside a config that names their quantisation."""
+    named = {f"a.{name}": value for name, value in tensors.items()}
+    return named, {}, {"quantization_config": {"quant_method": method, **config}}
+
+
+def of_gptq(words: int = 1, outputs: int = 8, **config) -> tuple:
+    return of_config(
+        "gptq",
+        {
+            "qweight": torch.zeros(1, outputs, dtype=torch.int32),
+            "qzeros": torch.zeros(1, words, dtype=torch.int32),
+            "scales": torch.ones(1, outputs, dtype=torch.float16),
+        },
+        **{"bits": 4, "group_size": 8, **config},
+    )
+
+
+def packed(bits: int = 4, **parts: torch.Tensor) -> tuple:
+    """Eight columns of compressed-tensors, in a word of each row."""
+    beside = {
+        "weight_packed": torch.zeros(2, 1, dtype=torch.int32),
+        "weight_scale": torch.ones(2, 1),
+        "weight_shape": torch.tensor([2, 8]),
+        **parts,
+    }
+    groups = {"config_groups": {"g": {"weights": {"num_bits": bits}}}}
+    return of_config("compressed-tensors", beside, **groups)
+
+
+BYTES = torch.zeros(4, 8, dtype=torch.uint8)
+EXPERTS = {
+    "a.up": torch.zeros(2, 32, 16, dtype=torch.uint8),
+    "a.up_weight_scale": torch.ones(2, 32, 2).to(torch.float8_e4m3fn),
+}
+NOT_READ = {
+    "ComfyUI: not an object": (
+        comfy()[0] | {"a.comfy_quant": torch.tensor([*b"[1]"], dtype=torch.uint8)}, {}, {},
+        "metadata, which are not a JSON object",
+    ),
+    "ComfyUI: a scale of inputs": (
+        *comfy(pre_quant_scale=torch.ones(4)), "has a pre_quant_scale, which belongs to the inputs",
+    ),
+    "ComfyUI: codes of another type": (
+        *comfy("mxfp8", weight=BYTES), r"is \[4, 8\] of uint8, which is not mxfp8",
+    ),
+    "ComfyUI: scales that are not in tiles": (
+        *comfy("mxfp8", weight=fp8(32, 32), weight_scale=BYTES.view(32, 1)),
+        r"has scales of \[32, 1\], which have to be \[128, 4\]",
+    ),
+    "torchao: no size of blocks": (*torchao(told={}), "has no block_size that fits it"),
+    "torchao: blocks of another number of dimensions": (
+        *torchao(told={"block_size": [8]}), "has no block_size that fits it",
+    ),
+    "torchao: blocks of nothing": (
+        *torchao(told={"block_size": [0, 8]}), r"has blocks of \[0, 8\], which are not",
+    ),
+    "torchao: a class that is not known": (
+        *torchao("Int4TilePackedTo4dTensor"), "is Int4TilePackedTo4dTensor of torchao, whose order",
+    ),
+    "torchao: too few scales for whole tiles": (
+        *torchao("MXTensor", {"is_swizzled_scales": True, "block_size": 32},
+                 qdata=fp8(4, 32), scale=BYTES.view(32, 1)),
+        r"has swizzled scales of \[32, 1\], not \[128, 4\]",
+    ),
+    "bitsandbytes: too few scales of rows": (
+        *of_config("bitsandbytes", {"weight": INT8["qdata"], "SCB": torch.ones(3)}),
+        r"is \[4, 8\], which scales of \[3\] do not fit",
+    ),
+    "bitsandbytes: the order of a kernel": (
+        *of_config("bitsandbytes", {"weight": INT8["qdata"], "SCB": torch.ones(4),
+                                    "weight_format": torch.tensor(2, dtype=torch.uint8)}),
+        "int8 of bitsandbytes in the order of a kernel",
+    ),
+    "bitsandbytes: an order that is not a number": (
+        *of_config("bitsandbytes", {"weight": INT8["qdata"], "SCB": torch.ones(4),
+                                    "weight_format": torch.tensor(0.0)}),
+        "is float32, not integers",
+    ),
+    "compressed-tensors: a word too many": (
+        *packed(weight_packed=torch.zeros(2, 2, dtype=torch.int32)),
+        "holds 8 codes of 4 bits in a row, which take 1 words, and has 2",
+    ),
+    "compressed-tensors: a group that is not there": (
+        *packed(weight_g_idx=torch.ones(8, dtype=torch.int32)), "weight_g_idx",
+    ),
+    "compressed-tensors: scales of fewer dimensions": (
+        *of_config("compressed-tensors",
+                   {"weight_packed": BYTES, "weight_scale": torch.ones(4).to(torch.float8_e4m3fn)}),
+        r"is \[4, 8\], which scales of \[4\] do not fit",
+    ),
+    "GPTQ: the order of a kernel": (
+        *of_gptq(checkpoint_format="marlin"), "is packed for the kernel marlin",
+    ),
+    "GPTQ: bits that its zeros do not have": (
+        *of_gptq(words=3), "has zeros in 3 words for 8 outputs: how many bits is not told",
+    ),
+    "AWQ: the order of a kernel": (
+        *of_config("awq", {
+            "qweight": torch.zeros(8, 1, dtype=torch.int32),
+            "qzeros": torch.zeros(1, 1, dtype=torch.int32),
+            "scales": torch.ones(1, 8, dtype=torch.float16)}, version="gemv", bits=4),
+        "is AWQ packed for the kernel 'gemv'",
+    ),
+    "MLX: scales for no mode": (
+        *of_config("", {"weight": torch.zeros(2, 3, dtype=torch.uint32),
+                        "scales": torch.zeros(2, 1, dtype=torch.uint8)}, mode="mxfp4"),
+        "has 3 words and 1 scales of uint8 in a row, which is not a mode of MLX",
+    ),
+    "ModelOpt: scales for neither order of experts": (
+        EXPERTS | {"a.up_weight_scale": torch.ones(2, 3, 3).to(torch.float8_e4m3fn),
+                   "a.up_weight_scale_2": torch.ones(())}, {}, {},
+        r"is \[2, 32, 16\], which scales of \[2, 3, 3\] do not fit",
+    ),
+    "ModelOpt: a second scale for each expert": (
+        EXPERTS | {"a.up_weight_scale_2": torch.ones(2)}, {}, {},
+        "has a second scale for each expert, in an order that is not known",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_READ)
+def test_codes_whose_values_nothing_tells_are_refused(case, tmp_path):
+    tensors, said, config, message = NOT_READ[case]
+    save_file(tensors, tmp_path / "in.safetensors", said or None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises((MalformedCheckpoint, RefusedObject), match=message):
+        load_portable(tmp_path / "in.safetensors", dequantize=True)
+
+
+def values_of(tmp_path: Path, tensors: dict, said: dict, config: dict) -> torch.Tensor:
+    """The only weight that these tensors are."""
+    save_file(tensors, tmp_path / "in.safetensors", said or None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (values,) = load_portable(tmp_path / "in.safetensors", dequantize=True, dtype="f32").values()
+    return values
+
+
+def test_scales_of_torchao_in_tiles(tmp_path):
+    """Its `to_blocked`: tiles of 128 x 4, whose rows stand 32 apart."""
+    codes, powers = fp8(112, 160), torch.randint(120, 134, (128, 8), dtype=torch.uint8)
+    tiles = powers.reshape(1, 4, 32, 2, 4).permute(0, 3, 2, 1, 4).flatten()
+    told = {"is_swizzled_scales": True, "block_size": 32}
+    found = values_of(tmp_path, *torchao("MXTensor", told, qdata=codes, scale=tiles))
+    spread = powers[:112, :5].repeat_interleave(32, 1).double() - 127
+    assert torch.equal(found, (codes.double() * 2.0**spread).float())
+
+
+def test_columns_in_act_order_have_the_scale_of_their_group(tmp_path):
+    """As `dequantize` of compressed-tensors takes it by ``g_idx``."""
+    codes, scale = torch.randint(0, 16, (2, 8)), torch.tensor([[0.5, 2.0], [4.0, 1.0]])
+    words = (codes << 4 * torch.arange(8)).sum(1, keepdim=True)
+    order = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1], dtype=torch.int32)
+    parts = {"weight_packed": words.to(torch.int32), "weight_scale": scale, "weight_g_idx": order}
+    found = values_of(tmp_path, *packed(**parts))
+    assert torch.equal(found, (codes - 8) * scale[:, order.long()])
+    (item,) = inspect_checkpoint(tmp_path / "in.safetensors").quantized
+    assert item.scheme.endswith(", act order")
+
+
+def test_codes_of_a_byte_have_zeros_too(tmp_path):
+    zeros = torch.tensor([[-3], [0], [1], [100]], dtype=torch.int8)
+    parts = {"weight": INT8["qdata"], "weight_zero_point": zeros, "weight_scale": torch.rand(4, 1)}
+    found = values_of(tmp_path, *of_config("compressed-tensors", parts))
+    assert torch.equal(found, (INT8["qdata"].float() - zeros) * parts["weight_scale"])
 
 
 # ------------------------------------------------------------------------------- zeros of GPTQ v1
