@@ -47,6 +47,7 @@ from ckptconv.support.errors import (
     RefusedObject,
 )
 from ckptconv.support.limits import held, in_force
+from ckptconv.support.records import NamedTuple
 from ckptconv.support.settings import collector_paused
 from ckptconv.support.text import some_text
 from ckptconv.tensors.compaction import CastRule
@@ -304,22 +305,8 @@ def _plan_tree(
         from ckptconv.tree.modules import settle_strays  # few checkpoints have modules
 
         left_out = settle_strays(checkpoint, root, request.unknown)
-    # names in an optimizer follow the keys of its model, also where that stays out of the output
-    is_optimizer = request.only is not None and _is_optimizer(checkpoint.root, root)
-    part, only = (checkpoint.root, None) if is_optimizer else (root, request.only)
-    found = find_state_dicts(part, checkpoint.root, only)
-    applied, renamed, skipped = rename_state_dicts(
-        found, overlay, request.keys, checkpoint, request.fit_to
-    )
-    after = list(zip(found, renamed, strict=True))
-    told: list[str] = []
-    if not any(map(is_all, found)):  # an optimizer's state may be beside them
-        before = _before(checkpoint, found, only, whole)
-        new_names = _followed(part, overlay, before, after)
-        told += optimizer_notes(part, overlay, before, after, new_names)
-    if is_optimizer:
-        found, applied, renamed, skipped, after = [], [], (), [], []
-    for each in applied:
+    names = _rename_tree(checkpoint, root, overlay, request, whole)
+    for each in names.applied:
         if checkpoint.metadata:
             _refuse_without_names(checkpoint.metadata, each, to)
         refuse_codes_apart(each)
@@ -333,7 +320,7 @@ def _plan_tree(
     tensors = partial(tensors_of, root, overlay, depth=in_force().depth)
     if any(ref.dtype.is_packed for ref in refs):
         to.refuse((path, ref, ref.dtype) for path, ref in tensors())
-    cast = cast_rule(applied, tree, request.casts)
+    cast = cast_rule(names.applied, tree, request.casts)
     files = (
         _files_of_folder(tree, output, to, cast, request)
         if to.is_folder and not to.is_made_by_torch
@@ -341,8 +328,9 @@ def _plan_tree(
     )
     storages = storages_of(refs)
     locations = count_locations(storages, request.tags)
+    renamed = names.renamed
     if request.casts:
-        both = zip(applied, renamed, strict=True)
+        both = zip(names.applied, renamed, strict=True)
         renamed = tuple(still_shared(each, done, cast) for each, done in both)
     return ConversionPlan(
         source=checkpoint.path,
@@ -357,23 +345,58 @@ def _plan_tree(
         locations=locations,
         casts=count_casts(refs, cast),
         tied={},
-        skipped=(*skipped, *settled.dropped, *left_out),
+        skipped=(*names.skipped, *settled.dropped, *left_out),
         rewritten=tuple(settled.rewritten),
         notes=(
             *checkpoint.notes,
             *tree_notes(settled),
             *key_notes(renamed, request.keys),
-            *told,
-            *prefix_notes(checkpoint, found, request.keys, request.fit_to),
-            *tied_notes(applied, request.fit_to),
+            *names.notes,
+            *prefix_notes(checkpoint, names.found, request.keys, request.fit_to),
+            *tied_notes(names.applied, request.fit_to),
             *idle_tag_notes(locations, request.tags),
             *random_state_notes(tensors, request.tags),
             *sharing_notes(refs, storages),
-            *(parted_notes([done for _, done in after], renamed) if request.casts else ()),
+            *(parted_notes(names.renamed, renamed) if request.casts else ()),
             *to.part_notes(tree),
         ),
         reads=PlannedFrom(checkpoint, root, tensors, cast, settled.checks),
     )
+
+
+class _Renamed(NamedTuple):
+    """The state dicts of a tree: as they were `found`, with what the rules made of their keys
+    (`applied`), and under their new names; values that were left out; notes about optimizers.
+    """
+
+    found: Sequence[StateDict] = ()
+    applied: Sequence[Applied] = ()
+    renamed: tuple[RenamedKeys, ...] = ()
+    skipped: Sequence[Skipped] = ()
+    notes: Sequence[str] = ()
+
+
+def _rename_tree(
+    checkpoint: Checkpoint, root: Node, overlay: dict[int, Node], request: Request, whole: Node
+) -> _Renamed:
+    """Put state dicts under their new names into the overlay. The names in an optimizer follow the
+    keys of its model, also where that stays out of the output.
+    """
+    is_optimizer = request.only is not None and _is_optimizer(checkpoint.root, root)
+    part, only = (checkpoint.root, None) if is_optimizer else (root, request.only)
+    found = find_state_dicts(part, checkpoint.root, only)
+    applied, renamed, skipped = rename_state_dicts(
+        found, overlay, request.keys, checkpoint, request.fit_to
+    )
+    notes: Sequence[str] = ()
+    if not any(map(is_all, found)):  # an optimizer's state may be beside them
+        before = _before(checkpoint, found, only, whole)
+        after = list(zip(found, renamed, strict=True))
+        new_names = _followed(part, overlay, before, after)
+        notes = list(optimizer_notes(part, overlay, before, after, new_names))
+    if is_optimizer:
+        return _Renamed(notes=notes)
+    return _Renamed(found, applied, renamed, skipped, notes)
 
 
 def _refuse_without_names(metadata: Mapping[str, str], applied: Applied, to: TargetFormat) -> None:
