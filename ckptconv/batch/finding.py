@@ -15,7 +15,7 @@ from ckptconv.convert.job import Job
 from ckptconv.convert.options import Options
 from ckptconv.formats.containers import SUFFIXES, kind_of_head, open_file, packer_of
 from ckptconv.formats.folders.alone import MODULES, module_folders
-from ckptconv.formats.folders.steps import is_training_state
+from ckptconv.formats.folders.steps import names_training_file
 from ckptconv.formats.hf_names import is_weights_name, named_like
 from ckptconv.formats.registry import is_empty_loss, is_gathering, lacks_metadata, open_by_index
 from ckptconv.formats.target_format import target_named
@@ -166,7 +166,7 @@ def _why_not(file: Location) -> str | None:
     ending = file.suffix.lower()
     if ending in _NEVER:
         return ""
-    if is_training_state(file.name):
+    if names_training_file(file.name):
         return "was saved by training beside the weights"
     try:
         with closing(file.open()) as source:

@@ -11,7 +11,7 @@ from ckptconv.support.arrays import Array, np
 from ckptconv.support.progress import Meter
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.element_pairs import PairRun, Tolerance, aligned, words_of
-from ckptconv.tensors.refs import TensorRef, place_of
+from ckptconv.tensors.refs import TensorRef, index_of
 
 
 class Norms:
@@ -254,7 +254,7 @@ class _Tally:
             self.nans,
             self.max_abs,
             self.max_rel,
-            place_of(self.at, shape),
+            index_of(self.at, shape),
             *self.values,
             rel_l2=norms.rel_l2(),
             cosine=norms.cosine(),

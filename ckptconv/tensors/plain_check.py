@@ -17,7 +17,7 @@ from ckptconv.tensors.computed import ComputedSource
 from ckptconv.tensors.dtypes import FLOAT32, DType
 from ckptconv.tensors.operations import OPERATIONS
 from ckptconv.tensors.plain_numbers import Number, number_of, rounded, stands_for
-from ckptconv.tensors.refs import Box, DerivedSource, Shape, TensorRef, box_of, origins, place_of
+from ckptconv.tensors.refs import Box, DerivedSource, Shape, TensorRef, box_of, index_of, origins
 from ckptconv.tensors.stream import read_box
 
 # The most elements of one tensor that are worked out once more
@@ -55,7 +55,7 @@ def other_element(ref: TensorRef, dtype: DType, written: TensorRef, most: int) -
     `most` elements, the edges first, are all right.
     """
     for number in _sample(ref.numel, ref.dtype.itemsize, _affordable(ref, most)):
-        place = place_of(number, ref.shape)
+        place = index_of(number, ref.shape)
         if not stands_for(_number_at(ref, place, dtype), dtype, _raw_at(written, place)):
             return place
     return None
@@ -115,7 +115,7 @@ def _number_at(ref: TensorRef, place: Shape, target: DType) -> Number:
 
 def _computed_at(source: ComputedSource, number: int, target: DType) -> Number:
     value = source.value
-    box = place_of(number, value.shape), (1,) * len(value.shape)
+    box = index_of(number, value.shape), (1,) * len(value.shape)
     operation = OPERATIONS[value.operation]
     needed = operation.needs(value.parameters, box, len(value.inputs))
     is_other = source.is_once_rounded and target is not value.dtype

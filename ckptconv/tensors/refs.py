@@ -405,8 +405,8 @@ def blocks_of(start: int, count: int, size: int) -> tuple[int, int]:
     return first, -(-(start + count) // size) - first
 
 
-def place_of(number: int, shape: Shape) -> Shape:
-    """Where the element with this number in C order is."""
+def index_of(number: int, shape: Shape) -> Shape:
+    """The indices of the element with this number in C order."""
     place = []
     for size in reversed(shape):
         number, at = divmod(number, size)

@@ -62,7 +62,7 @@ _BESIDE = partial(
 )
 
 
-def is_training_state(name: str) -> bool:
+def names_training_file(name: str) -> bool:
     """Whether a file is called as what training leaves beside the weights: ``optimizer.pt``."""
     return _BESIDE(name) is not None
 
@@ -72,7 +72,7 @@ def training_files(folder: Location) -> list[str]:
     names = [
         name
         for name in folder.names()
-        if name.endswith(_ENDS) and name != ARGUMENTS and is_training_state(name)
+        if name.endswith(_ENDS) and name != ARGUMENTS and names_training_file(name)
     ]
     return names if any(name.startswith("optim") for name in names) else []
 
@@ -84,7 +84,7 @@ _ENDS = (".pt", ".pth", ".bin", ".pkl")
 def weight_files(folder: Location) -> list[str]:
     """What is in a folder under names that files of weights have."""
     names = [name for name in folder.names() if PurePath(name).suffix in SUFFIXES]
-    return [name for name in names if not (name.startswith(".") or is_training_state(name))]
+    return [name for name in names if not (name.startswith(".") or names_training_file(name))]
 
 
 def points(folder: Location) -> bool:
