@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from ckptconv.io import places
 from ckptconv.io.location import Location
 from ckptconv.io.open_files import OpenFile
 from ckptconv.io.places import files_below, place_of
+from ckptconv.support.choices import one_or_several
 from ckptconv.support.errors import OptionRefused
 from ckptconv.support.records import given_fields
 
@@ -166,7 +167,7 @@ def _places_named(job: Job) -> Iterator[Location]:
     if not isinstance(job.options, Options):
         return
     for name in FILES_READ:
-        for value in _listed(getattr(job.options, name)):
+        for value in one_or_several(getattr(job.options, name)):
             if isinstance(value, (str, os.PathLike)):
                 yield place_of(value)
 
@@ -181,7 +182,3 @@ def _places_beside(job: Job) -> Iterator[Location]:
             yield from companion_places(home)
         if job.options.with_training:
             yield from map(home.child, (*training_files(home), NUMBERS))
-
-
-def _listed(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, (list, tuple)) else (value,)

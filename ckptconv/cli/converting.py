@@ -331,7 +331,7 @@ def _show_plan(plan: ConversionPlan, given: dict[str, Any], refused: OutputRefus
         terminal.print_summary(
             report.plan_headline(_as_named(plan, given)), report.plan_lines(plan)
         )
-        terminal.print_rows(report.keys_table(plan), err=True)
+        terminal.print_rows(report.keys_table(plan))
     if refused is not None:
         terminal.fail(str(refused), 1)
 

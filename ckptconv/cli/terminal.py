@@ -190,7 +190,7 @@ def stop_unprinted(error: Unprinted | OSError, code: int) -> NoReturn:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """The one document of this run on stdout; see `json_text`."""
+    """The one document of this run on stdout; see `json_pieces`."""
     from ckptconv.support.json_text import json_pieces
 
     _PRINTED.append(True)
@@ -277,10 +277,10 @@ def print_notes(notes: Iterable[str]) -> None:
     print_lines(note_rows(notes), err=True)
 
 
-def print_rows(rows: Iterable[str], *, err: bool = False) -> None:
-    """Rows of a table, somewhat to the right."""
+def print_rows(rows: Iterable[str]) -> None:
+    """Rows of a table on stderr, somewhat to the right."""
     for row in rows:
-        click.echo("  " + _wrapped(row, 2, 6, err=err), err=err)
+        click.echo("  " + _wrapped(row, 2, 6, err=True), err=True)
 
 
 _NARROWEST = 30  # columns for a text, below which it is not worth the breaks

@@ -25,6 +25,7 @@ from ckptconv.io.open_files import Readable
 from ckptconv.io.places import Output, Place, place_of
 from ckptconv.pickles.nodes import Node, substituted
 from ckptconv.support.choices import (
+    one_or_several,
     refuse_no_callback,
     refuse_no_flag,
     refuse_no_output,
@@ -104,7 +105,7 @@ def lora_plan(
     refuse_no_output(output)
     refuse_no_edits(edits)
     check_place(output, request, force=force)
-    named = _named(adapters)
+    named = one_or_several(adapters)
     if not named:
         raise OptionRefused("there is no adapter", hint="name one or more")
     with contextlib.ExitStack() as leaving:
@@ -116,11 +117,6 @@ def lora_plan(
         merge = MergeLora(opened, scale, request.only)
         wanted = replace(request, edits=(*edits, *request.edits, merge))
         yield plan_conversion(checkpoint, output, wanted)
-
-
-def _named(given: Any) -> list[Any]:
-    """One or several that were named; an open file is one, though it gives its lines."""
-    return [*given] if isinstance(given, (list, tuple)) else [given]
 
 
 # ------------------------------------------------------------------------------------------ deltas
@@ -182,7 +178,7 @@ def applied_plan(
     refuse_no_output(output)
     refuse_no_text(tag=tag)
     refuse_no_paths("base", base)
-    named = _named(deltas)
+    named = one_or_several(deltas)
     refuse_no_paths("deltas", named)
     if not named:
         raise OptionRefused("there is no delta", hint="name one or more")

@@ -29,7 +29,7 @@ class Spool:
         """Append the pieces; returns where they can be read."""
         try:
             if self._file is None:
-                self._file, reading = platforms.unnamed_file("ckptconv-")
+                self._file, reading = platforms.unnamed_file()
                 self._source = FileSource(self._file.name, reading)
             start = self._file.seek(0, os.SEEK_END)
             for piece in pieces:

@@ -284,7 +284,7 @@ class StandardInput(_Opened):
 
     def _copied(self) -> int:
         self._tell(platforms.temporary_folder())
-        written, read = platforms.unnamed_file("ckptconv-")
+        written, read = platforms.unnamed_file()
         try:
             with written:
                 while data := self._next():

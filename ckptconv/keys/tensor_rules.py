@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 from ckptconv.keys.config_numbers import Number, number_in
 from ckptconv.keys.rules import Rule, Step
+from ckptconv.support.choices import one_or_several
 from ckptconv.support.errors import KeyConflict, KeyMismatch, printable
 from ckptconv.support.records import NamedTuple, dataclass
 from ckptconv.support.text import count_text, first_few
@@ -182,7 +183,9 @@ class RuleOperation:
         """The numbers in it that a config has to give."""
         for name, value in self.arguments:
             if name != "over":
-                yield from (it for it in _listed(value) if isinstance(it, str) and it != LIKE)
+                yield from (
+                    it for it in one_or_several(value) if isinstance(it, str) and it != LIKE
+                )
 
     def with_config(self, config: Mapping[str, Any]) -> RuleOperation:
         """The same with numbers in the place of names of a config; `KeyConflict` where one lacks
@@ -199,10 +202,6 @@ class RuleOperation:
         return replace(
             self, arguments=tuple((name, settled(name, v)) for name, v in self.arguments)
         )
-
-
-def _listed(value: Any) -> list[Any]:
-    return [*value] if isinstance(value, (list, tuple)) else [value]
 
 
 def _value_text(value: Argument) -> str:
@@ -393,7 +392,7 @@ class TensorRule(Rule):
         ones, or as `operation` takes them.
         """
         made = tuple(map(operation, operations))
-        return cls(tuple(_listed(sources)), tuple(_listed(targets)), made, optional)
+        return cls(tuple(one_or_several(sources)), tuple(one_or_several(targets)), made, optional)
 
     @property
     def words(self) -> str:
@@ -629,11 +628,11 @@ def tensor_rule(entry: Mapping[str, Any]) -> TensorRule:
     if type(optional) is not bool:
         raise KeyConflict(f"optional is true or false, not {optional!r:.50}")
     sources, targets = _texts_of(entry, "from"), _texts_of(entry, "to")
-    return TensorRule.of(sources, targets, _listed(operations), optional=optional)
+    return TensorRule.of(sources, targets, one_or_several(operations), optional=optional)
 
 
 def _texts_of(entry: Mapping[str, Any], name: str) -> list[Any]:
-    listed = _listed(entry.get(name, []))
+    listed = one_or_several(entry.get(name, []))
     if not all(isinstance(item, (str, re.Pattern)) for item in listed):
         raise KeyConflict(f"'{name}' is not a pattern of keys, nor a list of them")
     return listed

@@ -228,6 +228,11 @@ def refuse_no_tags(given: object) -> None:
     raise OptionRefused(f"map_location={given!r:.100} is not a dict of tags", hint=hint)
 
 
+def one_or_several(given: Any) -> list[Any]:
+    """What was given as one or as several; an open file is one, though it gives its lines."""
+    return [*given] if isinstance(given, (list, tuple)) else [given]
+
+
 Words = str | Sequence[str]
 """One text or several."""
 Pairs = str | Mapping[str, str] | Sequence[str | tuple[str, str]]

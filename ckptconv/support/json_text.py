@@ -71,14 +71,15 @@ SCHEMA = 1
 """The first field of every document; it counts the changes that remove or redefine a field."""
 
 
-def json_text(document: dict[str, Any]) -> str:
-    r"""A document with its schema number first, in ASCII.
+def json_pieces(document: dict[str, Any]) -> Iterator[str]:
+    r"""The text of a document with its schema number first, in ASCII; in pieces, for that of
+    100,000 tensors is large, and its parts larger.
 
     A number that is NaN or infinite becomes the text ``nan``, ``inf`` or ``-inf``; half of a
     surrogate pair, which names in hostile files and names of files in other encodings hold, becomes
     its escape as six characters of text.
 
-    >>> print(json_text({"loss": float("nan"), "name": "a\udc80", "sizes": []}))
+    >>> print(*json_pieces({"loss": float("nan"), "name": "a\udc80", "sizes": []}))
     {
       "schema": 1,
       "loss": "nan",
@@ -86,11 +87,6 @@ def json_text(document: dict[str, Any]) -> str:
       "sizes": []
     }
     """
-    return "".join(json_pieces(document))
-
-
-def json_pieces(document: dict[str, Any]) -> Iterator[str]:
-    """The text of `json_text` in pieces: that of 100,000 tensors is large, and its parts larger."""
     whole = {"schema": SCHEMA, **document}
     if not _is_strict(whole):
         whole = strict(whole)
@@ -110,7 +106,7 @@ def _is_strict(document: dict[str, Any]) -> bool:
 
 
 def strict(value: Any) -> Any:
-    """A value as `json_text` writes it."""
+    """A value as `json_pieces` writes it."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, float) and not math.isfinite(value):

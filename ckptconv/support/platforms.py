@@ -96,7 +96,7 @@ def open_to_append(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _BINARY | _CLOEXEC, 0o666)
 
 
-def unnamed_file(prefix: str) -> tuple[IO[bytes], int]:
+def unnamed_file() -> tuple[IO[bytes], int]:
     """A new temporary file to write, and a second descriptor that reads it.
 
     It is gone when both are closed, also by the end of the process.
@@ -107,9 +107,9 @@ def unnamed_file(prefix: str) -> tuple[IO[bytes], int]:
     import tempfile  # seldom needed, and slow to import
 
     if ON_WINDOWS:
-        file = tempfile.NamedTemporaryFile(prefix=prefix)  # noqa: SIM115
+        file = tempfile.NamedTemporaryFile(prefix="ckptconv-")  # noqa: SIM115
         return file, os.open(file.name, _READ | getattr(os, "O_TEMPORARY", 0))
-    file = tempfile.NamedTemporaryFile(prefix=prefix, delete=False)  # noqa: SIM115
+    file = tempfile.NamedTemporaryFile(prefix="ckptconv-", delete=False)  # noqa: SIM115
     try:
         return file, open_to_read(file.name)
     finally:

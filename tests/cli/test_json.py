@@ -35,7 +35,7 @@ from ckptconv.devices.host import Gpu, Host
 from ckptconv.devices.report import CHOICE, host_document
 from ckptconv.io.remote.place import RemotePlace, Site
 from ckptconv.io.remote.store import Unfinished
-from ckptconv.support.json_text import json_text
+from ckptconv.support.json_text import json_pieces
 from helpers.folder_store import FolderStore
 from helpers.http_server import HttpServer
 from helpers.program import ROOT, SAMPLES, Finished, environment, run
@@ -60,6 +60,10 @@ def strict(text: str) -> dict[str, Any]:
     json.dumps(made, ensure_ascii=False).encode()  # no half of a character
     assert next(iter(made)) == "schema" and made["schema"] == 1
     return made
+
+
+def written(document: dict[str, Any]) -> dict[str, Any]:
+    return strict("".join(json_pieces(document)) + "\n")
 
 
 # -------------------------------------------------------------------------- the page and the fields
@@ -374,7 +378,7 @@ def test_batch_prints_what_the_page_says(room, monkeypatch):
     totals = Totals(1)
     read = {"rules.toml": [["", 1, 2, 3]]}
     totals.add(replace(receipt, tries=2, notes=("a note",), read=read))
-    found.append(strict(json_text({"reports": [], **TOTALS.of(totals)}) + "\n"))
+    found.append(written({"reports": [], **TOTALS.of(totals)}))
     (room / "in/config.json").write_text("{}")
     (room / "n.jsonl").write_text(
         '{"source": "in/tied.pt", "output": "model", "to": "safetensors", "with_files": true}\n'
@@ -468,9 +472,7 @@ def test_scan_prints_what_the_page_says(room):
 
 def test_devices_prints_what_the_page_says(room):
     gpus = (Gpu(0, 1, "H100", "GPU-1", 80, 79), Gpu(None, 0, "H100", None, None, None))
-    made = strict(
-        json_text(host_document(Host(gpus, "1", "2.13", 1, False, 0, ("odd",)), "cuda:0")) + "\n"
-    )
+    made = written(host_document(Host(gpus, "1", "2.13", 1, False, 0, ("odd",)), "cuda:0"))
     hold(
         "devices",
         [made, document("devices", cwd=room), document("devices", "--bad", cwd=room, code=2)],
@@ -479,7 +481,7 @@ def test_devices_prints_what_the_page_says(room):
 
 def test_devices_export_prints_what_the_page_says(room):
     gpu = Gpu(0, 1, "H100", "GPU-1", 80, 79)
-    made = strict(json_text(CHOICE.of(GpuChoice((gpu,), "GPU-1", ("odd",)))) + "\n")
+    made = written(CHOICE.of(GpuChoice((gpu,), "GPU-1", ("odd",))))
     none = run("devices", "--export", "--json", cwd=room, env={"PATH": str(room)})
     hold(
         "devices --export",
@@ -559,7 +561,7 @@ def test_odd_bytes_and_halves_of_characters_stay_apart(room):
     found = document("inspect", name, cwd=room)
     assert found["path"] == "odd\\udcff.pt"
     assert [part["name"] for part in found["parts"]] == ["half\\ud800", "half\\ud800", "\U0001f600"]
-    assert strict(json_text({"names": {key: 1, "half\\ud800": 2}}) + "\n")["names"] == {
+    assert written({"names": {key: 1, "half\\ud800": 2}})["names"] == {
         "half\\ud800": 1,
         "half\\ud800#2": 2,
     }
