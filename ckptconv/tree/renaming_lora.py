@@ -248,7 +248,10 @@ class _Renaming:
             hint = "leave them out first: ckptconv convert ADAPTER PART --exclude GLOB"
             if len(lost) == len(parts) and not model.family:
                 what = f"{self._convention} has no names for the modules of such a base"
-                hint = "name them for peft or kohya: --preset lora-peft or --preset lora-kohya"
+            if not model.family:  # these two may have all names that there are
+                others = {"lora-peft", "lora-kohya"} - {self._convention}
+                hint = " or ".join(f"--preset {name}" for name in sorted(others, reverse=True))
+                hint = f"name them for another program: {hint}"
             raise KeyMismatch(what, hint=hint)
         asked = NamingContext(self._convention, model.family, self._starts, self._shapes)
         components = self._components(parts)

@@ -238,7 +238,7 @@ def test_the_second_text_encoder_is_not_the_first(tmp_path):
     ],
 )
 def test_paths_of_clip_have_text_model_or_not(tmp_path, before, adapter):
-    """huggingface/diffusers#13984; `replacements` of sd-scripts' library/model_util.py."""
+    """huggingface/diffusers#13984; `TEXT_ENCODER_KEY_REPLACEMENTS` of sd-scripts."""
     path = "encoder.layers.0.self_attn.q_proj"
     weights = {f"{before}{path}.weight": torch.zeros(8, 8)}
     save_file(weights, tmp_path / "base.safetensors")

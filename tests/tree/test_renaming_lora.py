@@ -462,6 +462,16 @@ def test_a_language_model_has_no_names_of_diffusers(base_of, tmp_path):
             renamed(given, tmp_path / "out", preset, base_of("llama"))
 
 
+def test_another_preset_is_named_where_the_base_is_no_model_that_is_known(tmp_path):
+    """Qwen-Image has names of Flux among others; of an adapter nothing is to be left out."""
+    modules = ("transformer_blocks.0.attn.to_q", "transformer_blocks.0.img_mlp.net.0.proj")
+    base = weights(dict.fromkeys(modules, (H, H)))
+    save_file(base, tmp_path / "base.safetensors")
+    given = of_peft(tmp_path, base, (4,), (4,))
+    with pytest.raises(KeyMismatch, match=r"no name in lora-kohya for .* --preset lora-peft$"):
+        renamed(given, tmp_path / "out", "lora-kohya", tmp_path / "base.safetensors")
+
+
 def test_a_text_encoder_alone_does_not_say_which_it_is(tmp_path):
     save_file(weights(CLIP), tmp_path / "base.safetensors")
     given = of_peft(tmp_path, weights(CLIP), (4,), (4,))
