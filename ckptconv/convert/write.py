@@ -50,17 +50,18 @@ def write_layout(
     crc_of = crc32 if layout.has_crcs else no_crc
     between = b""
     write, trail = stream.write, layout.trail
-    refs = [item.values for item in layout.items if isinstance(item.values, TensorRef)]
+    items = tuple(layout.items)
+    refs = [item.values for item in items if isinstance(item.values, TensorRef)]
     wanted = {}
     if threads > 1 and stream.is_for_threads():
-        wanted = dict(_for_threads(layout.items))
-    if sum(layout.items[index].nbytes for index in wanted) < _WORTH_THREADS:
+        wanted = dict(_for_threads(items))
+    if sum(items[index].nbytes for index in wanted) < _WORTH_THREADS:
         wanted = {}
     ahead: AbstractContextManager[Iterator[Iterator[Cut]]] = nullcontext(iter(()))
     if wanted:
         ahead = compute_ahead(list(wanted.values()), stream.write_at, crc_of, threads)
     with read_soon(refs), ahead as computed:
-        for index, item in enumerate(layout.items):
+        for index, item in enumerate(items):
             lead = between + item.lead
             if lead:
                 write(lead)

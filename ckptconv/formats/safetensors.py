@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from array import array
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -421,25 +422,21 @@ class SafetensorsFile(TargetFormat):
         text = bytearray(b"{")
         if metadata:
             text += b'"%s":%s,' % (RESERVED.encode(), header_text(metadata))
-        at, lengths = 0, []
+        at, ends = 0, array("Q")
         for key, ref, dtype in ordered:
             if key == RESERVED:
                 what = "a tensor cannot be named __metadata__ in safetensors"
                 raise CheckpointError(what, where=key, hint="use --rename")
             fields, nbytes = _entry_fields(dtype, ref.dtype, ref.shape)
             text += f"{_quoted(key)}:{{{fields}[{at},{at + nbytes}]}},".encode()
-            lengths.append(nbytes)
             at += nbytes
+            ends.append(at)
         del text[max(1, len(text) - 1) :]  # the last comma
         text += b"}"
-        lead = whole = header_bytes(text)
-        del text
-        items, at = [], len(whole)
-        for (key, ref, dtype), nbytes in zip(ordered, lengths, strict=True):
-            items.append(made(WriteItem, (key, lead, at, nbytes, ref, dtype)))
-            lead = b""
-            at += nbytes
-        return Layout(tuple(items), at, ending=lambda _crcs: lead, has_crcs=False)
+        lead = header_bytes(text)
+        items = _Items(ordered, lead, ends)
+        ending = b"" if ordered else lead
+        return Layout(items, len(lead) + at, ending=lambda _crcs: ending, has_crcs=False)
 
     def load_checker(self, nbytes: int) -> None:
         import safetensors  # noqa: F401
@@ -463,6 +460,26 @@ class SafetensorsFile(TargetFormat):
         if seen != count:
             what = f"the safetensors library sees {seen} tensors in it"
             raise VerificationFailed(what, path=name)
+
+
+class _Items(Sequence[WriteItem]):
+    """The payloads of a file, behind its header `lead`: each ends so many bytes behind that. They
+    are made when they are asked for, for a million would take 130 MB.
+    """
+
+    def __init__(self, tensors: Sequence[NamedTensor], lead: bytes, ends: Sequence[int]) -> None:
+        self._tensors, self._lead, self._ends = tensors, lead, ends
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, at: Any) -> Any:
+        key, ref, dtype = self._tensors[at]
+        begin, lead = 0, self._lead
+        if at:
+            begin, lead = self._ends[at - 1], b""
+        place = len(self._lead) + begin
+        return made(WriteItem, (key, lead, place, self._ends[at] - begin, ref, dtype))
 
 
 @lru_cache(maxsize=1 << 12)  # few forms, of very many tensors

@@ -55,7 +55,7 @@ class Layout:
     `ending(crcs)` those behind all. Without `has_crcs` neither says any, and they may be 0.
     """
 
-    items: tuple[WriteItem, ...]
+    items: Sequence[WriteItem]
     nbytes: int
     trail: Callable[[int, int], bytes] = lambda _index, _crc: b""
     ending: Callable[[Sequence[int]], bytes] = lambda _crcs: b""

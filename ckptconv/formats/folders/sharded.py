@@ -209,17 +209,31 @@ _TOGETHER = 128  # shards that are asked for at once, where they are over a netw
 
 def _open_set(index: Location) -> Checkpoint:
     weight_map, metadata = _read_index(index)
+    same: dict[str, str] = {}
+    order = [same.setdefault(name, name) for name in weight_map.values()]
+    wanted: dict[str, list[str]] = {name: [] for name in same}
+    for key, name in zip(weight_map, order, strict=True):
+        wanted[name].append(key)
+    # the keys of a shard go once it is open, and make room for the tensors of the next ones: all of
+    # a million would stay 170 MB of holes in memory
+    del weight_map
+    names = [*wanted]
     shards: dict[str, Checkpoint] = {}
+    placed: dict[str, list[tuple[str, Node]] | None] = {}
     with ExitStack() as opened:
-        names = [*dict.fromkeys(weight_map.values())]
         # of a pool, some are closed and opened again: not where all may stay open
         pool = FilePool() if len(names) > kept_open(_KEPT_OPEN) else None
         for first in range(0, len(names), _TOGETHER):
             together = names[first : first + _TOGETHER]
             index.foresee([index.beside(name) for name in together], first_reads)
             for name in together:
-                shards[name] = opened.enter_context(open_file(_shard(index, name), pool))
-        pairs = _pairs(index, weight_map, shards)
+                shard = shards[name] = opened.enter_context(open_file(_shard(index, name), pool))
+                placed[name] = _told_pairs(shard, wanted.pop(name))
+        if None in placed.values():
+            pairs = _pairs(index, _read_index(index)[0], shards)
+        else:
+            told = {name: iter(found or ()) for name, found in placed.items()}
+            pairs = [next(told[name]) for name in order]
         opened.pop_all()
     whole = joined(index.path, pairs, list(shards.values()))
     notes = (*whole.notes, *_unnamed(names))
@@ -337,9 +351,6 @@ def _shard(index: Location, name: str) -> Location:
 def _pairs(
     index: Location, weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint]
 ) -> list[tuple[str, Node]]:
-    told = _told_pairs(weight_map, shards)
-    if told is not None:
-        return told
     held: dict[str, tuple[str, tuple[str, Node]]] = {}
     for name, shard in shards.items():
         for pair in state_dict_pairs(shard):
@@ -360,24 +371,15 @@ def _pairs(
     return [held[key][1] for key in (*weight_map, *others)]
 
 
-def _told_pairs(
-    weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint]
-) -> list[tuple[str, Node]] | None:
-    """The same where the index tells of each tensor of its shards, and of no other: without a
-    look at each of them, of which there may be a million. None where it does not.
+def _told_pairs(shard: Checkpoint, wanted: Sequence[str]) -> list[tuple[str, Node]] | None:
+    """The tensors of a shard in the order of the keys that the index says are in it, without a look
+    at each: there may be a million. None where it has others.
     """
-    wanted: dict[str, list[str]] = {name: [] for name in shards}
-    for key, name in weight_map.items():
-        wanted[name].append(key)
-    placed: dict[str, Iterator[tuple[str, Node]]] = {}
-    for name, shard in shards.items():
-        pairs = state_dict_pairs(shard)
-        # by shard: in one dict of a million, each look is one into memory that is far away
-        held = {pair[0]: pair for pair in pairs}
-        if len(held) < len(pairs) or held.keys() != {*wanted[name]}:
-            return None
-        placed[name] = iter([held[key] for key in wanted[name]])
-    return [next(placed[name]) for name in weight_map.values()]
+    pairs = state_dict_pairs(shard)
+    held = {pair[0]: pair for pair in pairs}
+    if len(held) < len(pairs) or held.keys() != {*wanted}:
+        return None
+    return [held[key] for key in wanted]
 
 
 def state_dict_pairs(shard: Checkpoint) -> Sequence[tuple[str, Node]]:
