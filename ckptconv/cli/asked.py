@@ -83,7 +83,7 @@ def is_for_stdout(given: dict[str, Any]) -> bool:
     if TO_STDOUT not in click.get_current_context().meta:
         return False
     for option, word in _NOT_FOR_STDOUT:
-        if given[option]:
+        if given.get(option):  # apply has no --manifest
             raise click.UsageError(
                 f"OUT is -, standard output, which cannot be used with {word}; write ./- for a "
                 "file named -"

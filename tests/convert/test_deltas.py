@@ -40,7 +40,7 @@ from helpers.deltas import (
 from helpers.examples import crossed
 from helpers.http_server import HttpServer
 from helpers.paths import NUMBERS
-from helpers.program import assert_one_error, run
+from helpers.program import assert_one_error, run, run_bytes
 
 SAMPLE = NUMBERS / "delta"
 ENCODINGS = ("xor", "overwrite")
@@ -626,6 +626,13 @@ def test_base_and_delta_may_be_elsewhere(encoding, chain):
         done = run("delta", base, new, "far", "--encoding", encoding, cwd=chain)
         assert done.exit == 0, done.err
     assert apply_delta(tensors_in(chain / "base"), chain / "far") == tensors_in(chain / "one")
+
+
+def test_the_new_version_goes_to_standard_output(room):
+    write_delta(room / "d", tensors_in(room / "base"), tensors_in(room / "one"))
+    code, out, _ = run_bytes("apply", "base", "d", "-", "--to", "safetensors", cwd=room)
+    (room / "out.safetensors").write_bytes(out)
+    assert code == 0 and equal(room / "out.safetensors", room / "one" / "model.safetensors")
 
 
 @pytest.mark.parametrize("lacking", ["zstandard", "xxhash"])
