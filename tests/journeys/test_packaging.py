@@ -272,6 +272,12 @@ def test_a_version_without_a_dated_section_is_not_released(monkeypatch, capsys):
 # What the pages tell to install
 
 
+def test_an_image_is_built_with_the_licences_of_the_package():
+    copied = (ROOT / ".dockerignore").read_text().splitlines()
+    for name in (*PROJECT["project"]["license-files"], "README.md", "pyproject.toml"):
+        assert f"!{name}" in copied
+
+
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "Containerfile"], ids=lambda path: path.name)
 def test_nothing_is_installed_from_an_index_where_it_is_not(page):
     """ckptconv is not on PyPI: it is installed from a checkout, or from where its repository is."""
