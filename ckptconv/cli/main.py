@@ -147,6 +147,7 @@ class Program(click.Group):
         except (terminal.Unprinted, OSError) as error:
             if isinstance(error, OSError) and error.filename is not None:
                 raise  # of a file, not of standard output
+            # exit code 1 is an answer of the commands in `answering`, so none is 2, as in diff(1)
             module, _ = _ROWS.get(str(ctx.invoked_subcommand), ("", ""))
             terminal.stop_unprinted(error, 2 if module == "answering" else 1)
 
