@@ -295,7 +295,9 @@ def expert_changes(
         told = ", ".join(f"{name} {list(ref.shape)}" for name, ref in weights.items())
         raise first.refuse(f"does not fit the parameters of the base: {told}")
     if len(fitting) > 1:
-        told = " or ".join(fitting[0][0][:2])
+        (some, _), (others, _) = fitting[:2]
+        pairs = zip(some, others, strict=True)
+        told = next(f"{one} or {other}" for one, other in pairs if one != other)
         raise first.refuse(f"may be for {told}, whose shapes are alike", hint="merge it with peft")
     [(names, ways)] = fitting
     sure = {way[0] for way in ways if len(way) == 1}

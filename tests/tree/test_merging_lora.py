@@ -285,6 +285,92 @@ def test_a_kronecker_product_of_a_conv1d_is_as_the_program_has_it(tmp_path, is_o
     assert torch.allclose(found, weight + expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["LoHa", "LoKr"])
+@pytest.mark.parametrize("is_tucker", [False, True])
+def test_products_of_lycoris(base, name, is_tucker):
+    """`make_weight` of LyCORIS 3.1: of LoHa the product of two halves element by element, of LoKr
+    the Kronecker product; a half is ``a @ b``, or with a core einsum("ij..., ip, jr -> pr...").
+    """
+    folder, tensors = base
+    rank, (out, columns, *kernel) = 2, tensors["model.conv.weight"].shape
+
+    def half(start, rows, columns):
+        if not is_tucker:
+            first, second = torch.randn(rows, rank), torch.randn(rank, columns * 9)
+            made = (first @ second).reshape(rows, columns, *kernel)
+            return {f"{start}_a": first, f"{start}_b": second}, made
+        core, first, second = (
+            torch.randn(rank, rank, *kernel), torch.randn(rank, rows), torch.randn(rank, columns)
+        )  # fmt: skip
+        made = torch.einsum("ijkl,ip,jr->prkl", core, first, second)
+        names = f"{start}_a", f"{start}_b", start.replace("_w", "_t")
+        return dict(zip(names, (first, second, core), strict=True)), made
+
+    if name == "LoHa":
+        (own, first), (more, second) = (half(f"hada_w{n}", out, columns) for n in (1, 2))
+        delta = first * second
+    else:
+        own, second = half("lokr_w2", out // 2, columns)
+        more = {"lokr_w1": torch.randn(2, 1)}
+        if not is_tucker:
+            own["lokr_w2_b"] = own["lokr_w2_b"].reshape(rank, columns, *kernel)
+        delta = torch.kron(more["lokr_w1"][..., None, None], second)
+    given = {f"lycoris_model_conv.{role}": value for role, value in {**own, **more}.items()}
+    given["lycoris_model_conv.alpha"] = torch.tensor(6.0)
+    found = merged(folder, of_file(folder, given))["model.conv.weight"]
+    expected = tensors["model.conv.weight"] + 6 / rank * delta
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_parameters_of_experts_are_changed_as_peft_does(tmp_path, is_turned):
+    """`ParamWrapper.get_delta_weight` of peft 0.17, for (experts, in, out) and turned."""
+    weight = torch.randn(3, 12, 8) if is_turned else torch.randn(3, 8, 12)
+    save_file({"experts.proj": weight}, tmp_path / "base.safetensors")
+    given = factors(f"{PEFT}experts", sizes=(12, 8), rank=3 * 4)
+    down, up = given.values()
+    adapter = of_peft(tmp_path, given, target_parameters=["experts.proj"])
+    delta = torch.einsum(
+        "ore,eri->eoi" if is_turned else "ore,eri->eio", up.reshape(12, 4, 3), down.reshape(3, 4, 8)
+    )
+    found = merged(tmp_path, adapter)["experts.proj"]
+    assert torch.allclose(found, weight + 2 * delta, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ({"proj": (3, 8, 9)}, r"does not fit the parameters of the base: proj \[3, 8, 9\]"),
+        ({"proj": (5, 8, 12)}, r"does not fit the parameters of the base: proj \[5, 8, 12\]"),
+        ({"proj": (12,)}, r"does not fit the parameters of the base: proj \[12\]"),
+        ({"proj": (3, 8, 12), "other": (3, 8, 12)}, "may be for other or proj, whose shapes"),
+    ],
+)
+def test_experts_of_other_shapes_are_refused(tmp_path, shapes, words):
+    base = {f"experts.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    save_file(base, tmp_path / "base.safetensors")
+    given = factors(f"{PEFT}experts", sizes=(12, 8), rank=12)
+    told = [f"experts.{name}" for name in shapes]
+    with pytest.raises(KeyMismatch, match=words):
+        merged(tmp_path, of_peft(tmp_path, given, target_parameters=told))
+
+
+def test_square_parameters_of_experts_are_refused(tmp_path):
+    save_file({"experts.proj": torch.randn(3, 8, 8)}, tmp_path / "base.safetensors")
+    given = factors(f"{PEFT}experts", sizes=(8, 8), rank=12)
+    with pytest.raises(KeyMismatch, match=r"may be for proj as \(in, out\) or \(out, in\)"):
+        merged(tmp_path, of_peft(tmp_path, given, target_parameters=["experts.proj"]))
+
+
+def test_a_bias_of_a_product_is_scaled_as_the_product_is(base):
+    """`lora_bias` of peft: ``base.bias += lora_B.bias * scaling``."""
+    folder, tensors = base
+    bias = torch.randn(12)
+    given = {**factors(PEFT + Q), f"{PEFT}{Q}.lora_B.bias": bias}
+    found = merged(folder, of_peft(folder, given, lora_bias=True, lora_alpha=12))
+    assert torch.allclose(found[f"{Q}.bias"], tensors[f"{Q}.bias"] + 3 * bias, atol=1e-5)
+
+
 def test_whole_deltas(base):
     folder, tensors = base
     given = {
@@ -472,7 +558,7 @@ def test_with_another_type_nothing_is_rounded_to_that_of_the_base(tmp_path, dtyp
     assert torch.equal(found["head.weight"], head.to(dtype))
 
 
-@pytest.mark.parametrize("told", [[8, 0, 4], {"embed": [8, 0, 4]}])
+@pytest.mark.parametrize("told", [[8, 0, 4], {"embed": [8, 0, 4]}, [3, 0, 4]])
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_rows_that_were_trained_take_the_places_of_those_of_the_base(tmp_path, told, dtype):
     """`trainable_token_indices` of peft 0.21: an index_copy in the type of the base."""
@@ -483,7 +569,8 @@ def test_rows_that_were_trained_take_the_places_of_those_of_the_base(tmp_path, t
     adapter = of_peft(tmp_path, factors(PEFT + Q) | rows, trainable_token_indices=told)
     found = merged(tmp_path, adapter, dtype=dtype)["model.embed.weight"]
     wide = weight.to(dtype or torch.bfloat16)
-    assert torch.equal(found, wide.index_copy(0, torch.tensor([8, 0, 4]), values.to(wide.dtype)))
+    numbers = told["embed"] if isinstance(told, dict) else told
+    assert torch.equal(found, wide.index_copy(0, torch.tensor(numbers), values.to(wide.dtype)))
 
 
 @pytest.mark.parametrize(
@@ -637,6 +724,75 @@ NEEDED = {
         factors(PEFT + Q) | {f"{PEFT}score.weight": torch.ones(2, 8)}, {},
         KeyMismatch, "takes the place of score.weight",
     ),
+    "said twice": (
+        {**factors(Q, KOHYA), f"{Q}.lora_A.weight": torch.ones(4, 8)}, {},
+        RefusedObject, r"says again what .*lora_(down|A)\.weight says",
+    ),
+    "alpha alone": (
+        {**factors(PEFT + Q), "lm_head.alpha": torch.tensor(4.0)}, {},
+        KeyMismatch, "stands without the matrices",
+    ),
+    "a bias and a magnitude": (
+        {f"{PEFT}{Q}.{role}": torch.ones(12) for role in ("lora_magnitude_vector", "lora_B.bias")},
+        {}, KeyMismatch, "stands without the matrices",
+    ),
+    "rows and a product": (
+        {
+            **factors(f"{PEFT}lm_head", sizes=(9, 8)),
+            f"{PEFT}lm_head.token_adapter.trainable_tokens_delta": torch.ones(1, 8),
+        },
+        {"trainable_token_indices": [3]}, RefusedObject, "of which other parts change something",
+    ),
+    "an embedding of other sizes": (
+        factors(f"{PEFT}lm_head", ("lora_embedding_A", "lora_embedding_B"), (9, 8)), {},
+        KeyMismatch, "do not fit the weight",
+    ),
+    "a long magnitude": (
+        {**factors(PEFT + Q), f"{PEFT}{Q}.lora_magnitude_vector": torch.ones(11)},
+        {"use_dora": True}, KeyMismatch, "do not fit the weight",
+    ),
+    "a matrix as magnitude": (
+        {**factors(PEFT + Q), f"{PEFT}{Q}.lora_magnitude_vector": torch.ones(2, 6)},
+        {"use_dora": True}, KeyMismatch, "do not fit the weight",
+    ),
+    "a saved module of another shape": (
+        {**factors(PEFT + Q), f"{PEFT}lm_head.weight": torch.ones(10, 8)},
+        {"modules_to_save": ["lm_head"]}, KeyMismatch, r"is \[10, 8\], and \[9, 8\] in the base",
+    ),
+    "a saved module of integers": (
+        {**factors(PEFT + Q), f"{PEFT}lm_head.weight": torch.ones(9, 8, dtype=torch.int8)},
+        {"modules_to_save": ["lm_head"]}, KeyMismatch, "is int8, and float32 in the base",
+    ),
+    "a flag of text": (factors(PEFT + Q), {"use_rslora": "no"}, MalformedCheckpoint, "not true or"),
+    "names of a number": (
+        factors(PEFT + Q), {"target_parameters": 3}, MalformedCheckpoint, "not a list of names",
+    ),
+    "patterns in a list": (
+        factors(PEFT + Q), {"alpha_pattern": ["q"]}, MalformedCheckpoint, "is not an object",
+    ),
+    "half a LoHa": (
+        {f"{PEFT}{Q}.hada_{name}": torch.ones(*shape) for name, shape in (
+            ("w1_a", (12, 4)), ("w1_b", (4, 8)), ("w2_a", (12, 4)))},
+        {"peft_type": "LOHA", "alpha": 4}, KeyMismatch, "has no hada_w2_b beside it",
+    ),
+    "halves of LoHa that do not multiply": (
+        {f"{PEFT}{Q}.hada_{name}": torch.ones(*shape) for name, shape in (
+            ("w1_a", (12, 4)), ("w1_b", (4, 8)), ("w2_a", (12, 4)), ("w2_b", (5, 8)))},
+        {"peft_type": "LOHA", "alpha": 4}, KeyMismatch, r"cannot be multiplied with \[5, 8\]",
+    ),
+    "halves of LoHa that differ": (
+        {f"{PEFT}{Q}.hada_{name}": torch.ones(*shape) for name, shape in (
+            ("w1_a", (12, 4)), ("w1_b", (4, 8)), ("w2_a", (8, 4)), ("w2_b", (4, 12)))},
+        {"peft_type": "LOHA", "alpha": 4}, KeyMismatch, "do not fit the weight",
+    ),
+    "LoKr of vectors": (
+        {f"{PEFT}{Q}.lokr_w1": torch.ones(3, 2, 1), f"{PEFT}{Q}.lokr_w2": torch.ones(4, 4)},
+        {"peft_type": "LOKR", "alpha": 4}, KeyMismatch, "do not fit the weight",
+    ),
+    "LoKr of other sizes": (
+        {f"{PEFT}{Q}.lokr_w1": torch.ones(3, 2), f"{PEFT}{Q}.lokr_w2": torch.ones(4, 5)},
+        {"peft_type": "LOKR", "alpha": 4}, KeyMismatch, "do not fit the weight",
+    ),
     "scalars": (
         {key: torch.tensor(1.0) for key in factors(PEFT + Q)}, {},
         MalformedCheckpoint, "not a matrix",
@@ -705,6 +861,34 @@ def test_an_alpha_that_the_metadata_contradicts(base):
     save_file(given, path, metadata={"lora_adapter_metadata": told})
     with pytest.raises(KeyMismatch, match=r"alpha: is 7, and the config of the adapter says 4"):
         merged(folder, path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("[]", "is not a JSON object"), ('{"transformer.r": true}', "which is not a rank")],
+)
+def test_metadata_of_diffusers_that_are_odd(base, text, words):
+    folder, _ = base
+    path = folder / "adapter.safetensors"
+    metadata = {"lora_adapter_metadata": text}
+    save_file(factors(f"transformer.{Q}"), path, metadata=metadata)
+    with pytest.raises(MalformedCheckpoint, match=f"lora_adapter_metadata: .*{words}"):
+        merged(folder, path)
+
+
+def test_what_a_file_without_a_config_does_not_say(base):
+    """A matrix may be that of a transposed weight only where a config says so."""
+    folder, _ = base
+    with pytest.raises(KeyMismatch, match="do not fit the weight"):
+        merged(folder, of_file(folder, factors("lora_unet_" + Q.replace(".", "_"), KOHYA, (8, 12))))
+    given = factors(Q, KOHYA) | {f"{Q}.dora_scale": torch.ones(12, 1)}
+    with pytest.raises(RefusedObject, match=r"has a dora_scale, .*; leave --scale out"):
+        merged(folder, of_file(folder, given), scale=0.5)
+    torch.save({**factors(Q, KOHYA), "step": 3}, folder / "adapter.pt")
+    with pytest.raises(RefusedObject, match="step: is not a tensor"):
+        merged(folder, folder / "adapter.pt")
+    with pytest.raises(OptionRefused, match="there is no adapter"):
+        merged(folder, [])
 
 
 def test_a_square_weight_whose_orientation_the_config_denies(base):

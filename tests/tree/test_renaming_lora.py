@@ -5,6 +5,7 @@ change, and what is refused. `make families` holds the names against diffusers a
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -332,6 +333,21 @@ def test_rank_stabilized_scales_are_alphas_elsewhere(base_of, tmp_path):
     same(merged(base, out, tmp_path / "two.safetensors"), expected)
 
 
+def test_a_scale_that_no_alpha_gives_is_refused(base_of, tmp_path):
+    scale = 13 / math.sqrt(3)
+    near = scale * 3
+    around = math.nextafter(near, -math.inf), near, math.nextafter(near, math.inf)
+    below, _, above = (alpha / 3 - scale for alpha in around)
+    assert below < 0 < above and near / 3 != scale  # and so does none that is farther
+    given = of_peft(tmp_path, {"lm_head.weight": torch.empty(20, H)}, (3,), (13,))
+    config = json.loads((given / "adapter_config.json").read_text())
+    (given / "adapter_config.json").write_text(json.dumps({**config, "use_rslora": True}))
+    with pytest.raises(
+        RefusedObject, match=r"is scaled by 7\.50555\d+, which no alpha gives at ra"
+    ):
+        renamed(given, tmp_path / "out", "lora-kohya", base_of("llama"))
+
+
 def test_the_config_names_just_the_modules_that_are_adapted(base_of, tmp_path):
     base = base_of("llama")
     part = {key: value for key, value in BASES["llama"].items() if "lm_head" not in key}
@@ -401,6 +417,64 @@ def test_parts_that_only_some_conventions_have(base_of, tmp_path):
     same(load_file(renamed(there, tmp_path / "back", "lora-kohya", base)), given)
     with pytest.raises(RefusedObject, match="has no name in lora-diffusers"):
         renamed(tmp_path / "kohya.safetensors", tmp_path / "d", "lora-diffusers", base)
+
+
+LM_HEAD = "base_model.model.lm_head"
+OF_PEFT_ALONE = {
+    "experts": (
+        product(f"{LM_HEAD}.base_layer", torch.empty(20, H), 4), {}, "is of the weights of all exp",
+    ),
+    "transposed": (
+        product(LM_HEAD, torch.empty(H, 20), 4), {"fan_in_fan_out": True}, "says fan_in_fan_out",
+    ),
+    "a saved module": (
+        {**product(LM_HEAD, torch.empty(20, H), 4), "base_model.model.norm.weight": torch.ones(H)},
+        {"modules_to_save": ["norm"]}, "is a tensor of the model itself",
+    ),
+    "LoHa without alphas": (
+        {f"{LM_HEAD}.hada_{name}": torch.ones(*shape) for name, shape in (
+            ("w1_a", (20, 4)), ("w1_b", (4, H)), ("w2_a", (20, 4)), ("w2_b", (4, H)))},
+        {"peft_type": "LOHA", "alpha": 4}, "is scaled by a config",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_PEFT_ALONE)
+def test_what_peft_alone_has_is_refused(name, base_of, tmp_path):
+    tensors, config, words = OF_PEFT_ALONE[name]
+    folder = tmp_path / "given"
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, **config}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(RefusedObject, match=words):
+        renamed(folder, tmp_path / "out", "lora-kohya", base_of("llama"))
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_magnitudes_of_some_modules_have_no_place(base_of, tmp_path):
+    """A config says `use_dora` for all or none; q, k and v that become one have one scale each."""
+    blocks = "transformer.transformer_blocks.0.attn."
+    given = product(f"{blocks}to_q", torch.empty(H, H), 4)
+    given |= product(f"{blocks}to_k", torch.empty(H, H), 4)
+    given[f"{blocks}to_q.lora_magnitude_vector"] = torch.ones(H)
+    save_file(given, tmp_path / "given.safetensors")
+    base = base_of("flux of diffusers")
+    with pytest.raises(RefusedObject, match=r"has no magnitude \(DoRA\), which others have"):
+        renamed(tmp_path / "given.safetensors", tmp_path / "out", "lora-diffusers", base)
+    given[f"{blocks}to_q.dora_scale"] = given.pop(f"{blocks}to_q.lora_magnitude_vector")
+    save_file(given, tmp_path / "given.safetensors")
+    with pytest.raises(RefusedObject, match="is for a part of a weight of lora-kohya"):
+        renamed(tmp_path / "given.safetensors", tmp_path / "out", "lora-kohya", base)
+
+
+def test_a_saved_module_stays_as_it_is_in_an_adapter_of_peft(base_of, tmp_path):
+    given = of_peft(tmp_path, {"lm_head.weight": torch.empty(20, H)}, (4,), (6,))
+    whole = load_file(given / "adapter_model.safetensors")
+    whole["base_model.model.norm.weight"] = torch.randn(H)
+    save_file(whole, given / "adapter_model.safetensors")
+    out = renamed(given, tmp_path / "out", "lora-peft", base_of("llama"))
+    same(load_file(out / "adapter_model.safetensors"), whole)
 
 
 def test_one_shape_of_the_base_is_enough_to_know_a_wrong_one(base_of, tmp_path):
