@@ -23,9 +23,9 @@ from ckptconv.formats.zip_directory import (
     MAX32,
     STORED,
     Entry,
+    archive_error,
     find_directory,
     local_header,
-    malformed,
     read_entries,
 )
 from ckptconv.io.crc import crc32
@@ -90,7 +90,7 @@ def open_archive(source: Source) -> tuple[GuardedSource, dict[str, Record]]:
     """
     start, count, size, raw = find_directory(source)
     if count > size // CENTRAL.size:
-        raise malformed(source, f"claims {count} records in {size} bytes")
+        raise archive_error(source, f"claims {count} records in {size} bytes")
     told = {"path": source.path, "where": "zip directory"}
     refuse_beyond("archive_records", count, f"has {count} records", **told)
     records = _placed(read_entries(source, raw, count, start), start)
@@ -196,7 +196,7 @@ class _LocalHeaders:
             record, following = self._records[number], self._records[number + 1 : number + 2]
             if offset + record.stored > self._start:
                 what = "its payload reaches beyond the records"
-                raise malformed(self._source, what, record.name)
+                raise archive_error(self._source, what, record.name)
             if following and offset + record.stored > following[0].header:
                 raise _overlap(self._source, following[0])
 
@@ -209,14 +209,14 @@ class _LocalHeaders:
         is_named = name_size == len(name) and lead[name_at : name_at + name_size] == name
         if signature != b"PK\3\4" or not is_named:
             what = "its local header has another name than the directory"
-            raise malformed(self._source, what, record.name)
+            raise archive_error(self._source, what, record.name)
         # The local CRC and sizes are absent (0), in the zip64 field (all ones), or the directory's
         # own.
         told = (local_crc, crc32 or 0), (local_stored, stored), (local_plain, plain)
         are_told = all(local in (0, MAX32, own) for local, own in told)
         if flags & ENCRYPTED or method != (DEFLATED if deflated else STORED) or not are_told:
             what = "its local header contradicts the directory"
-            raise malformed(self._source, what, record.name)
+            raise archive_error(self._source, what, record.name)
         return int(header + LOCAL.size + name_size + extra_size)
 
 
@@ -230,7 +230,7 @@ def _refuse_overlaps(guarded: GuardedSource, records: list[Record], start: int) 
         end = record.offset + record.stored
     if end > start:
         guarded.check_all()
-        raise malformed(guarded, "its payload reaches beyond the records", records[-1].name)
+        raise archive_error(guarded, "its payload reaches beyond the records", records[-1].name)
 
 
 def _refuse_twins(source: Source, names: list[str]) -> None:
@@ -238,12 +238,12 @@ def _refuse_twins(source: Source, names: list[str]) -> None:
     an archive of arrays, which only numpy reads, they are two names.
     """
     if len(set(names)) != len(names):
-        raise malformed(source, "has two records of the same name")
+        raise archive_error(source, "has two records of the same name")
     if not all(name.endswith(".npy") for name in names):
         what = "has two records whose names differ only in case; torch takes them for the same"
-        raise malformed(source, what)
+        raise archive_error(source, what)
 
 
 def _overlap(source: Source, record: Record) -> MalformedCheckpoint:
     what = "overlaps the record before it, or hidden bytes are in front of it"
-    return malformed(source, what, record.name)
+    return archive_error(source, what, record.name)

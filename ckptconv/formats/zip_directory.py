@@ -12,10 +12,10 @@ import struct
 from collections.abc import Iterator
 
 from ckptconv.io.source import CHUNK, Source
-from ckptconv.support import errors
 from ckptconv.support.errors import (
     MalformedCheckpoint,
     UnsupportedCheckpoint,
+    malformed,
     or_recover,
     printable,
 )
@@ -55,9 +55,11 @@ def local_flags(size: int) -> int:
     return 0x0808 if size else 0x0800
 
 
-def malformed(source: Source, what: str, where: object = "zip directory") -> MalformedCheckpoint:
+def archive_error(
+    source: Source, what: str, where: object = "zip directory"
+) -> MalformedCheckpoint:
     """The error about an archive that is damaged, cut off or forged."""
-    return errors.malformed(what, path=source.path, where=where)
+    return malformed(what, path=source.path, where=where)
 
 
 def find_directory(source: Source) -> tuple[int, int, int, bytes]:
@@ -77,17 +79,17 @@ def find_directory(source: Source) -> tuple[int, int, int, bytes]:
     if locator[:4] == b"PK\6\7":
         end = LOCATOR.unpack(locator)[2]
         if end + END64.size != locator_at:
-            raise malformed(source, "its zip64 end record is not where its locator says")
+            raise archive_error(source, "its zip64 end record is not where its locator says")
         short = count, size, start
         signature, _, _, _, disk, start_disk, here, *long = END64.unpack(read(end, END64.size))
         count, size, start = long
         agree = all(a == b or a in (0xFFFF, MAX32) for a, b in zip(short, long, strict=True))
         if signature != b"PK\6\6" or not agree:
-            raise malformed(source, "its two end records contradict each other")
+            raise archive_error(source, "its two end records contradict each other")
     if disk or start_disk or here != count:
-        raise malformed(source, "is one volume of a split archive")
+        raise archive_error(source, "is one volume of a split archive")
     if start + size != end:
-        raise malformed(source, "its directory does not end where its end record starts")
+        raise archive_error(source, "its directory does not end where its end record starts")
     return start, count, size, read(start, size)
 
 
@@ -136,7 +138,7 @@ def _end_record(source: Source, tail: bytes) -> int:
         )
         raise MalformedCheckpoint(what, code="cut-off", path=source.path, hint=hint)
     if len(found) > 1:
-        raise malformed(source, "holds two end records, each of which could be the real one")
+        raise archive_error(source, "holds two end records, each of which could be the real one")
     return found[0]
 
 
@@ -152,14 +154,14 @@ def read_entries(source: Source, raw: bytes, count: int, start: int) -> list[Ent
     at = 0
     for _ in range(count):
         if at + CENTRAL.size > len(raw):
-            raise malformed(source, "is too short for its number of records")
+            raise archive_error(source, "is too short for its number of records")
         (signature, flags, method, crc, stored, plain, name_size, extra_size, comment_size,
             attributes, header) = CENTRAL_USED.unpack_from(raw, at)  # fmt: skip
         name_at = at + CENTRAL.size
         extra_at = name_at + name_size
         at = extra_at + extra_size + comment_size
         if signature != b"PK\1\2" or at > len(raw):
-            raise malformed(source, "holds something other than records")
+            raise archive_error(source, "holds something other than records")
         raw_name = raw[name_at:extra_at]
         name = raw_name.decode() if _ORDINARY(raw_name) else _name(source, raw_name)
         if method or attributes or flags & ENCRYPTED:
@@ -170,25 +172,25 @@ def read_entries(source: Source, raw: bytes, count: int, start: int) -> list[Ent
             stored, plain, header = _zip64_sizes(source, name, extra, stored, plain, header)
             trail = DESCRIPTOR64.size
         if method == STORED and stored != plain:
-            raise malformed(source, f"is stored but declares {stored} and {plain} bytes", name)
+            raise archive_error(source, f"is stored but declares {stored} and {plain} bytes", name)
         if header + LOCAL.size + name_size > start:
-            raise malformed(source, "its header lies beyond the records", name)
+            raise archive_error(source, "its header lies beyond the records", name)
         # torch writes 0 where it is told to write no checksums
         checksum = crc if crc or not plain else None
         if not flags & _DESCRIBED:
             trail = 0
         entries.append((name, header, plain, stored, method == DEFLATED, checksum, trail))
     if at != len(raw):
-        raise malformed(source, "is too long for its number of records")
+        raise archive_error(source, "is too long for its number of records")
     return entries
 
 
 def _refuse_odd(source: Source, name: str, flags: int, method: int, in_folder: int) -> None:
     if flags & ENCRYPTED:
-        raise malformed(source, "is marked as encrypted", name)
+        raise archive_error(source, "is marked as encrypted", name)
     if in_folder and not name.endswith("/"):
         what = "is marked as a folder but holds bytes; torch does not read it correctly"
-        raise malformed(source, what, name)
+        raise archive_error(source, what, name)
     if method not in (STORED, DEFLATED):
         what = f"is compressed by method {method}"
         raise UnsupportedCheckpoint(what, path=source.path, where=name)
@@ -198,7 +200,7 @@ def _name(source: Source, raw: bytes) -> str:
     try:
         name = raw.decode()
     except UnicodeDecodeError:
-        raise malformed(source, f"has a record whose name is not UTF-8: {raw!r}") from None
+        raise archive_error(source, f"has a record whose name is not UTF-8: {raw!r}") from None
     if not name.isprintable():
         what = "has a control character in its name, and such names are not read"
         hint = "torch names records after the file: save it again under a plain name"
@@ -218,7 +220,7 @@ def _zip64_sizes(
     wide = [index for index, number in enumerate(told) if number == MAX32]
     numbers = zip64_numbers(extra)
     if numbers is None or len(numbers) < len(wide):
-        raise malformed(source, "says that it has zip64 sizes, but has none", name)
+        raise archive_error(source, "says that it has zip64 sizes, but has none", name)
     for index, number in zip(wide, numbers, strict=False):
         told[index] = number
     return told[1], told[0], told[2]
