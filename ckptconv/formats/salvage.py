@@ -158,7 +158,7 @@ def _is_there(storage: Storage) -> bool:
 
 def _open_damaged_zip(source: Source) -> Checkpoint:
     records, seen = _records(source)
-    roots = [name[: -len("data.pkl")] for name in seen if _is_tree(name)]
+    roots = [name[: -len("data.pkl")] for name in sorted(seen) if _is_tree(name)]
     root = next(iter(roots), "")
     if len(roots) > 1:
         what = f"holds two checkpoints, {printable(roots[0])} and {printable(roots[1])}"

@@ -314,7 +314,22 @@ BROKEN = {
     "too many storages": (one_storage(count=1 << 62), "more entries than"),
     "one storage too many": (one_storage(count=2), "."),
     "a negative number of storages": (one_storage(count=-1), "more entries than"),
-    "views that are not a list": (one_storage(5), "a view is not a tuple"),
+    "a view that is not a tuple": (one_storage(5), "a view is not a tuple"),
+    "views that are not a list": (
+        with_member(storages=tar_storages([(11, "cpu", "FloatStorage", FLOATS, 8)], {})),
+        "its views are not a list",
+    ),
+    "a tag that is not text": (
+        with_member(storages=tar_storages([(11, 5, "FloatStorage", FLOATS, 8)])),
+        "its location tag is not text",
+    ),
+    **{
+        f"a pax header whose length is {length}": (
+            GOOD.replace(b"23 mtime=", length.encode() + b" mtime=", 1),
+            "is not a list of keys and values",
+        )
+        for length in ("x8", "99", "00")
+    },
     "a view of nothing": (one_storage((13, 99, 0, 1)), "a view of a storage that does not exist"),
     "a view beyond its root": (one_storage((13, 11, 5, 4)), "a view of it is not inside it"),
     "a key twice": (one_storage((11, 11, 0, 1)), "occurs twice"),

@@ -1035,6 +1035,17 @@ def test_records_that_older_writers_lacked_are_not_needed(saved, tmp_path, kept)
     )
 
 
+@pytest.mark.parametrize(("record", "raw"), [("version", b"three"), ("byteorder", b"middle")])
+def test_a_small_record_that_says_nothing_that_is_known_is_refused(saved, tmp_path, record, raw):
+    def payload(name: str, data: bytes) -> bytes:
+        return raw if name.endswith(f"/{record}") else data
+
+    odd = oracle.rezipped(saved, tmp_path / "odd.pt", payload=payload)
+    with pytest.raises(MalformedCheckpoint, match=raw.decode()) as caught:
+        open_checkpoint(odd)
+    assert caught.value.where == f"saved/{record}"
+
+
 def test_records_in_another_order_and_unused_ones_are_no_matter(saved, tmp_path):
     with zipfile.ZipFile(saved) as before, zipfile.ZipFile(tmp_path / "shuffled.pt", "w") as after:
         for record in reversed(before.infolist()):

@@ -368,6 +368,17 @@ def test_what_a_universal_checkpoint_cannot_be_is_refused(tmp_path):
     tree["optimizer"]["state"]["0.bias"]["exp_avg"] = torch.zeros(5)
     assert "has exp_avg of shape [5] for 0.bias, which is [6]" in refused(tmp_path, tree)
     assert "by names, not flat" in refused(tmp_path, small(), optimizer="flat")
+    told = refused(tmp_path, small(note=SimpleNamespace()), unknown="keep")
+    assert "cannot be kept in a universal checkpoint" in told
+    tree = small()
+    for of in (tree["module"], tree["optimizer"]["state"]):
+        of["module.0.bias"] = of["0.bias"]
+    tree["optimizer"]["param_groups"][0]["params"] = [*tree["module"]]
+    del tree["module"]["module.0.bias"]
+    assert "names a parameter twice" in refused(tmp_path, tree)
+    tree = small()
+    tree["module"]["0.bias"] = [1.0]
+    assert "0.bias: has an optimizer state, and is not a tensor" in refused(tmp_path, tree)
 
 
 def test_it_takes_the_place_of_one_of_its_kind_alone(tmp_path):

@@ -283,6 +283,59 @@ def test_a_big_endian_zip_whose_byte_order_is_lost_is_refused(tmp_path):
         assert done.exit == 1 and "byteorder" in done.err and not (tmp_path / "out.pt").exists()
 
 
+def packed_again(tmp_path, change=lambda files: files, *, kind=zipfile.ZIP_STORED, wide=False):
+    """A zip of MODEL as `zipfile` writes it, with other records; where its directory begins."""
+    torch.save(MODEL, tmp_path / "m.pt")
+    with zipfile.ZipFile(tmp_path / "m.pt") as old:
+        files = change({info.filename: old.read(info) for info in old.infolist()})
+    with zipfile.ZipFile(tmp_path / "new.pt", "w") as new:
+        for name, raw in files.items():
+            info = zipfile.ZipInfo(name)
+            info.compress_type = kind if "/data/" in name else zipfile.ZIP_STORED
+            with new.open(info, "w", force_zip64=wide) as record:
+                record.write(raw)
+    raw = (tmp_path / "new.pt").read_bytes()
+    return tmp_path / "new.pt", raw, raw.index(b"PK\1\2")
+
+
+def test_sizes_of_64_bits_in_the_headers_of_a_cut_zip(tmp_path):
+    path, raw, directory = packed_again(tmp_path, wide=True)
+    assert struct.unpack_from("<2I", raw, 18) == (0xFFFFFFFF, 0xFFFFFFFF)
+    path.write_bytes(raw[:directory])
+    assert recovered(path, MODEL) == ({*MODEL}, set())
+
+
+def test_a_deflated_storage_that_is_damaged_is_lost_alone(tmp_path):
+    path, raw, _ = packed_again(tmp_path, kind=zipfile.ZIP_DEFLATED)
+    with zipfile.ZipFile(path) as archive:
+        (info,) = [
+            info for info in archive.infolist()
+            if "/data/" in info.filename and archive.read(info) == MODEL["b"].numpy().tobytes()
+        ]  # fmt: skip
+    damaged = bytearray(raw)
+    damaged[info.header_offset + 30 + len(info.filename) + info.compress_size // 2] ^= 4
+    path.write_bytes(damaged)
+    assert recovered(path, MODEL) == ({*MODEL} - {"b"}, {"b"})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("other/data.pkl", b"}.", "holds two checkpoints, m/ and other/"),
+        ("m/constants.pkl", b"}.", "is a damaged TorchScript archive"),
+        ("m/byteorder", b"middle", "has the unknown byte order b'middle'"),
+    ],
+)
+def test_a_cut_zip_that_does_not_say_what_its_bytes_are_is_refused(
+    tmp_path, name, content, message
+):
+    path, raw, directory = packed_again(tmp_path, lambda files: files | {name: content})
+    path.write_bytes(raw[:directory])
+    with pytest.raises(CheckpointError, match=message):
+        recover_checkpoint(path, tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
+
+
 @pytest.mark.parametrize("name", some(3, sorted(path.name for path in SAMPLES.glob("*.pt"))))
 def test_a_file_that_is_not_damaged_is_complete(tmp_path, name):
     done = run("recover", SAMPLES / name, "out.pt", "--unknown", "drop", cwd=tmp_path)
