@@ -211,9 +211,9 @@ class _Applying:
         for delta in self.deltas:
             patching.add(delta)
         stand_ins = {
-            id(node): _with_tensor(node, ref)
+            id(node): _with_tensor(node, patching.now(key))
             for key, node in nodes.items()
-            if (ref := patching.now(key)) is not _tensor(node)
+            if view_identity(patching.now(key)) != view_identity(_tensor(node))
         }
         notes = [*checkpoint.notes, *patching.notes]
         if found.path:  # an optimizer's state is of the version before
@@ -240,6 +240,8 @@ def _tensor(node: Node) -> TensorRef:
 
 
 def _with_tensor(node: Node, ref: TensorRef) -> Node:
+    # a tensor of its own: --verify counts those that share a storage, too
+    ref = ref._replace(requires_grad=_tensor(node).requires_grad)
     return replace(node, tensor=ref) if isinstance(node, TensorObject) else ref
 
 

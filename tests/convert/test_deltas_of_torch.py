@@ -117,6 +117,22 @@ def test_a_base_that_ties_what_the_delta_knows_apart_is_refused(room):
     assert torch.equal(found["half"], trained(1)["half"]) and not found["head.weight"].any()
 
 
+def test_tied_tensors_of_modules_are_verified_and_stay_tied(tmp_path):
+    """A state dict of a module has a tensor for each name, of one storage."""
+    for step in range(2):
+        layers = [torch.nn.Linear(3, 3) for _ in range(4)]
+        for layer in layers:
+            layer.weight, layer.bias = layers[0].weight, layers[1].bias
+            torch.nn.init.constant_(layer.weight, step)
+            torch.nn.init.constant_(layer.bias, 7)
+        torch.save(torch.nn.Sequential(*layers).state_dict(), tmp_path / f"{step}.pt")
+    delta_checkpoints(tmp_path / "0.pt", tmp_path / "1.pt", tmp_path / "d")
+    apply_deltas(tmp_path / "0.pt", tmp_path / "d", tmp_path / "out.pt", verify=True)
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert len(found) == 8 and all((found[f"{at}.weight"] == 1).all() for at in range(4))
+    assert len({value.data_ptr() for value in found.values()}) == 2
+
+
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 def test_a_version_may_tie_what_the_base_holds_twice(encoding, room):
     """A delta of tied tensors names one of them, as engines do, which look for what is stored."""
