@@ -13,7 +13,7 @@ import datetime
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, Node
+from ckptconv.pickles.nodes import Call, Dict, Global, Node
 from ckptconv.support.arrays import np
 from ckptconv.support.records import NamedTuple
 
@@ -162,9 +162,7 @@ def functions_of(call: Call) -> Iterator[Global]:
 def _of_arguments(make: Callable[[Call], Node]) -> Callable[[Call, Node], Node]:
     """A form of an object that its arguments make; the call itself where they do not."""
 
-    def form(call: Call, state: Node) -> Node:
-        if state is not ABSENT or call.kwargs is not None:
-            return call
+    def form(call: Call, _: Node) -> Node:
         try:
             return make(call)
         except (ArithmeticError, ValueError, TypeError):

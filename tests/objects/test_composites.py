@@ -95,6 +95,8 @@ def nested(sizes: Any, strides: Any, offsets: Any, count: int = 6) -> Any:
 FAR = 1 << 40
 HUGE_SCALE = whole(0, "quint8")
 HUGE_SCALE[0]["scale"] = 10**400
+NO_SCALE = whole(0)
+NO_SCALE[0]["scale"] = "half"
 INTEGER_SCALES = channels(1, 3, [0, 0, 0])
 INTEGER_SCALES[1]["scales"] = torch.ones(3, dtype=LONG)
 BAD: dict[str, tuple[Any, str]] = {
@@ -132,6 +134,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "per tensor, zero point": (whole(128),
         r"its zero point is not a value of qint8 \(-128 to 127\)"),
     "per tensor, unsigned": (whole(-1, "quint8"), "its zero point is not a value of quint8"),
+    "per tensor, a scale that is text": (NO_SCALE, "its scale is not a number"),
     "per channel, scales of integers": (INTEGER_SCALES, "its scales are not floating numbers"),
     "per channel, too few scales": (channels(1, 2, [0, 0, 0]), "for each of its 3 channels"),
     "per channel, too many zero points": (channels(0, 2, [0, 0, 0]), "for each of its 2 channels"),

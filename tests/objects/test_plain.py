@@ -217,6 +217,40 @@ def test_an_array_that_no_tensor_can_hold_is_refused_with_its_place(
     assert oracle.load(tmp_path / "out.pt")["stats"]["odd"] is None
 
 
+class Called:
+    """Pickles as a call of a function, and perhaps the state of what it makes."""
+
+    def __init__(self, *reduced: Any) -> None:
+        self.reduced = reduced
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+F4, EMPTY = np.dtype("f4"), (np._core.multiarray._reconstruct, (np.ndarray, (0,), b"b"))
+BUFFER = np._core.numeric._frombuffer
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (Called(*EMPTY), "numpy array"),
+        (Called(*EMPTY, (1, (1,), F4, False)), "numpy array of float32"),
+        (Called(*EMPTY, (1, (-1, -1), F4, False, bytes(4))), "numpy array of float32"),
+        (Called(*EMPTY, (1, [1], F4, False, bytes(4))), "numpy array of float32"),
+        (Called(*EMPTY, (1, (1,), "f4", False, bytes(4))), "numpy array"),
+        (Called(BUFFER, (bytes(4), F4, (1,))), "numpy array of float32"),
+        (Called(BUFFER, (bytes(4), F4, (1,), "A")), "numpy array of float32"),
+        (Called(BUFFER, (bytes(4), F4, (1,), "C"), {"x": 1}), "numpy array of float32"),
+        (Called(EMPTY[0], (np.matrix, (0,), b"b"), (1, (1,), F4, False, bytes(4))), "numpy array"),
+    ],
+)
+def test_what_does_not_say_all_of_an_array_is_refused(value, told, tmp_path):
+    source = saved({"w": torch.ones(1), "odd": value}, tmp_path)
+    with pytest.raises(RefusedObject, match=f"odd: {told}"):
+        load_portable(source)
+
+
 def test_unknown_keep_keeps_the_array(tmp_path):
     array = np.asfortranarray(np.arange(6, dtype="i4").reshape(2, 3))
     source = saved({"w": torch.ones(1), "a": array}, tmp_path)
@@ -270,3 +304,22 @@ def test_a_tensor_of_a_device_that_pickles_a_copy_is_that_tensor(function, value
         load_portable(source)["w"].detach(),
     ):
         assert tensor.dtype is dtype and torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (torch.arange(3.0), torch.float64, "cpu", False),  # of a file: it is not read for a cast
+        (torch.arange(3), torch.float32, "cpu", False),
+        (np.arange(3), torch.float32, "cpu", False),
+        ([1.0], torch.float32, "cpu", False),
+        (torch.arange(3.0), int, "cpu", False),
+        (torch.arange(3.0), torch.float32, 5, False),
+    ],
+    ids=["widened", "integers", "integers of numpy", "a list", "int", "a device that is a number"],
+)
+def test_a_copy_of_other_values_than_are_there_is_refused(args, tmp_path):
+    name = "_rebuild_device_tensor_from_cpu_tensor"
+    source = saved({"w": torch.ones(1), "odd": Elsewhere(name, *args)}, tmp_path)
+    with pytest.raises(RefusedObject, match=f"odd: .*{name}"):
+        load_portable(source)

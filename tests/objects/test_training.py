@@ -4,11 +4,15 @@ it says of the object.
 
 from __future__ import annotations
 
+import argparse
+import collections
+import copyreg
 import datetime
 import decimal
 import fractions
 import functools
 import io
+import pathlib
 import sys
 import time
 import types
@@ -44,6 +48,20 @@ def written(value: Any, folder: Path, protocol: int = 2, **options: Any) -> Any:
     whole = load_portable(folder / "source.pt", whole=True)["value"] if not options else found
     assert repr(whole) == repr(found)
     return found
+
+
+def called(func: Any, *args: Any) -> Any:
+    return type("Forged", (), {"__reduce__": lambda _: (func, args)})()
+
+
+def with_state(func: Any, state: Any, *args: Any) -> Any:
+    return type("Forged", (), {"__reduce__": lambda _: (func, args, state)})()
+
+
+def two_moments() -> Any:
+    """A dtype whose unit, put into the code of one, would make that of two numbers."""
+    said = ({}, (b"s],M8[s", 1, 1, 1))
+    return with_state(np.dtype, (4, "<", None, None, None, -1, -1, 0, said), "M8", False, True)
 
 
 DATES = [
@@ -111,16 +129,32 @@ def test_other_numbers_are_their_text_and_a_range_its_numbers(value, protocol, t
     assert [item.has_plain_form for item in told] == [True], told
 
 
+@pytest.mark.parametrize(
+    "value",
+    [pathlib.PurePosixPath("/usr/lib"), pathlib.PureWindowsPath("C:/a/b"),
+     pathlib.PurePosixPath("a/b"), pathlib.PurePosixPath()],
+    ids=repr,
+)  # fmt: skip
+def test_a_path_is_its_text(value, tmp_path):
+    assert written(value, tmp_path) == str(value)
+
+
+def test_what_old_pythons_pickled_otherwise_is_its_text(tmp_path):
+    assert written(called(datetime.date, "\x07\xe8\x0c\x1f"), tmp_path) == "2024-12-31"
+    rebuilt, said = copyreg._reconstructor, {"lr": 5}
+    given = with_state(rebuilt, said, argparse.Namespace, object, None)
+    assert written(given, tmp_path) == said
+    for base in ((object, 5), (dict, {"more": 1})):
+        with pytest.raises(RefusedObject, match=r"value: copyreg\._reconstructor"):
+            written(with_state(rebuilt, said, argparse.Namespace, *base), tmp_path)
+
+
 def test_what_a_fraction_of_old_pythons_says_is_its_text(tmp_path):
     class Old:
         def __reduce__(self) -> Any:
             return fractions.Fraction, ("-1/3",)
 
     assert written(Old(), tmp_path) == "-1/3"
-
-
-def called(func: Any, *args: Any) -> Any:
-    return type("Forged", (), {"__reduce__": lambda _: (func, args)})()
 
 
 @pytest.mark.parametrize(
@@ -140,6 +174,20 @@ def called(func: Any, *args: Any) -> Any:
         (called(datetime.timezone, called(datetime.timedelta, 0, "60", 0)), "timezone"),
         (called(datetime.timezone, called(datetime.timedelta, 1.0)), "timezone"),
         (called(datetime.timezone, 3600), "timezone"),
+        (called(datetime.datetime, b"\x07\xe8\x0c\x1f"), "datetime"),
+        (datetime.timedelta(days=999_999_999, microseconds=1), "timedelta"),
+        (with_state(uuid.UUID, {"int": 1 << 128}), "UUID"),
+        (with_state(uuid.UUID, {"int": "5"}), "UUID"),
+        (with_state(datetime.date, {"zone": 1}, b"\x07\xe8\x0c\x1f"), "date"),
+        (called(np._core.multiarray.scalar, np.dtype("f8")), "scalar"),
+        (called(np._core.multiarray.scalar, np.dtype("f8"), b"1234"), "scalar"),
+        (called(np._core.multiarray.scalar, np.dtype("f8"), 5), "scalar"),
+        (called(np._core.multiarray.scalar, np.dtype("M8"), bytes(8)), "scalar|datetime64"),
+        (called(np._core.multiarray.scalar, called(np.dtype, "M8"), bytes(8)), "datetime64"),
+        (called(np._core.multiarray.scalar, two_moments(), bytes(16)), "datetime64"),
+        (called(collections.deque, "abc"), "deque"),
+        (called(collections.deque, [1], -1), "deque"),
+        (called(pathlib.PurePosixPath, 5), "PosixPath"),
     ],
 )
 def test_what_is_long_or_none_of_them_is_refused_quickly(value, name, tmp_path):
@@ -179,6 +227,9 @@ PARTIALS = {
         nn.LayerNorm, eps=1e-6
     ),
     "functools.partial(builtins.int, '3', base=5)": functools.partial(int, "3", base=5),
+    "functools.partial(torch.nn.modules.linear.Linear, dtype=torch.float16)": functools.partial(
+        nn.Linear, dtype=torch.float16
+    ),
     "functools.partial(torch.nn.functional.relu, inplace=True)": functools.partial(
         nn.functional.relu, inplace=True
     ),
@@ -193,13 +244,20 @@ def test_a_partial_is_its_text(text, protocol, tmp_path):
 
 @pytest.mark.parametrize(
     "value",
-    [functools.partial(exec, "1"), functools.partial(int, torch.ones(1)), functools.partial],
+    [
+        functools.partial(exec, "1"),
+        functools.partial(int, torch.ones(1)),
+        functools.partial,
+        with_state(functools.partial, (int, (), {"a b": 1}, None), int),
+        with_state(functools.partial, (int, (), {f"a{n}": n for n in range(51)}, None), int),
+        with_state(io.BytesIO, (b"abc", 0, {"name": "x"})),
+    ],
 )
 def test_a_partial_that_hides_something_is_refused(value, tmp_path):
     if value is functools.partial:
         value = functools.partial(value, int)
         value.note = "x"
-    with pytest.raises(RefusedObject, match=r"value: functools\.partial"):
+    with pytest.raises(RefusedObject, match=r"value: (functools\.partial|_io\.BytesIO)"):
         written(value, tmp_path)
 
 
