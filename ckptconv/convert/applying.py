@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,6 +39,7 @@ from ckptconv.support.errors import (
     KeyMismatch,
     MalformedCheckpoint,
     OptionRefused,
+    UnsupportedCheckpoint,
     printable,
 )
 from ckptconv.support.progress import OnProgress
@@ -195,6 +197,10 @@ def applied_plan(
         yield plan_conversion(checkpoint, output, replace(request, edits=(edit,)))
 
 
+MOST_CHANGES = 100
+"""Of a tensor: each reads the one before in some six calls, and Python allows 1,000 in all."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Applying:
     """An edit: the tensors of a state dict with the changes of some deltas in them."""
@@ -254,6 +260,7 @@ class _Patching:
         self._views = {key: view_identity(ref) for key, ref in tensors.items()}
         self._now = {self._views[key]: ref for key, ref in tensors.items()}
         self._checksums: dict[object, tuple[str, str]] = {}
+        self._changes: Counter[object] = Counter()
         self.notes: list[str] = []
 
     def now(self, key: str) -> TensorRef:
@@ -312,6 +319,11 @@ class _Patching:
             before = None  # it is made now, and held against this very checksum
         frame = None if changed is None else delta.frames[changed]
         if frame is not None or before is not None:
+            self._changes[view] += 1
+            if self._changes[view] > MOST_CHANGES:
+                what = f"is changed by more than {MOST_CHANGES} deltas in one go"
+                hint = "apply the first of them, and the others to what comes out"
+                raise UnsupportedCheckpoint(what, path=delta.path, where=key, hint=hint)
             change = Change(delta.path, delta.encoding, delta.algorithm, frame, before, after)
             self._now[view] = patched(base, change, key)
         if after is not None:

@@ -224,6 +224,23 @@ def test_deltas_are_applied_one_on_top_of_the_other(chain):
     assert equal(out, chain / "two" / "model.safetensors")
 
 
+def test_a_hundred_versions_are_applied_in_one_go_and_more_in_turns(tmp_path):
+    values = np.zeros(101, np.uint16)
+    save_file({"w": values}, tmp_path / "base.safetensors")
+    for version in range(1, 102):
+        old = {"w": values.tobytes()}
+        values[version - 1] = version
+        place = tmp_path / "updates" / f"weight_v{version:06d}"
+        write_delta(place, old, {"w": values.tobytes()}, version=version)
+    places = sorted((tmp_path / "updates").iterdir())
+    base, out = tmp_path / "base.safetensors", tmp_path / "out.safetensors"
+    with pytest.raises(UnsupportedCheckpoint, match="w: is changed by more than 100 deltas"):
+        apply_deltas(base, tmp_path / "updates", out)
+    apply_deltas(base, places[:100], out, verify=True)
+    apply_deltas(out, places[100:], tmp_path / "last.safetensors")
+    assert tensors_in(tmp_path / "last.safetensors") == {"w": values.tobytes()}
+
+
 def test_a_base_that_says_its_version_takes_only_what_comes_after(chain):
     (chain / "one" / ".weight_sync").mkdir()
     (chain / "one" / ".weight_sync" / "state.json").write_text('{"version": "000001"}')
