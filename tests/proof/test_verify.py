@@ -14,7 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptconv import CheckpointError, convert_checkpoint, manifest_checkpoint, verify_checkpoint
+from ckptconv import (
+    CheckpointError,
+    OptionRefused,
+    convert_checkpoint,
+    manifest_checkpoint,
+    verify_checkpoint,
+)
 from helpers.program import SAMPLES, run
 
 MODEL = {
@@ -356,6 +362,13 @@ def test_the_digests_of_a_signature_are_compared_and_it_says_that_the_signature_
     assert wrong(verify_checkpoint(folder, folder / "model.sig")) == {("more.py", "unexpected")}
 
 
+def test_a_part_of_what_is_compared_as_files_is_refused(home):
+    for manifest, files in (("m.sha256", True), ("list", False)):
+        (home / "list").write_text(f"{digest((home / 'model.pt').read_bytes())}  model.pt\n")
+        with pytest.raises(OptionRefused, match="--only picks tensors, and files are compared"):
+            verify_checkpoint(home / "model.pt", home / manifest, only="a", files=files)
+
+
 def test_a_key_for_what_has_no_signature_is_refused(home):
     with pytest.raises(CheckpointError, match="has no signature"):
         verify_checkpoint(home / "model.pt", home / "m.sha256", public_key=home / "key")
@@ -396,6 +409,13 @@ FORGED = {
         "# ckptconv manifest 1: 1 tensor, 0 files\n"
         f'# {{"name": "a", "dtype": "x", "shape": [], "sha256": "{HEX}", "more": 1}}\n'
     ),
+    "a recipe that is none": (
+        "# ckptconv manifest 1: 1 tensor, 0 files\n"
+        f'# {{"name": "a", "dtype": "x", "shape": [], "sha256": "{HEX}", "recipe": [1]}}\n'
+    ),
+    "a tensor in half": '# ckptconv manifest 1: 1 tensor, 0 files\n# {"name": "a"\n',
+    "two documents": f'[{{"path": "model.pt", "lfs": {{"sha256": "{HEX}"}}}}] []',
+    "two files of one name": f"{HEX}  a/model.pt\n{HEX}  b/model.pt\n",
     "a document without files": '{"tensors": []}',
 }
 
@@ -416,6 +436,8 @@ def test_a_forged_manifest_is_an_error_of_one_line(home, name):
         {"predicate": {"resources": []}},
         {"predicate": {"resources": [{"name": "a", "algorithm": "blake3", "digest": HEX}]}},
         {"predicate": {"resources": [{"name": "../a", "algorithm": "sha256", "digest": HEX}]}},
+        {"predicate": {"serialization": {"method": "files", "ignore_paths": [3]}}},
+        {"predicate": {"serialization": {"method": "files", "ignore_paths": "model.sig"}}},
         {"predicate": None},
     ],
 )

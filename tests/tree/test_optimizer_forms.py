@@ -133,6 +133,70 @@ def test_torchtitan_needs_one_model_that_stands_beside_the_rest(tmp_path):
     )
 
 
+def test_a_state_dict_at_the_root_is_there_already(tmp_path):
+    model, optimizer = trained()
+    names = get_optimizer_state_dict(model, optimizer)
+    tree = {**model.state_dict(), "optimizer": names}
+    made = converted(tmp_path, tree, optimizer="torchtitan")
+    assert list(made) == list(tree)
+    assert all(same(made[key], value) for key, value in model.state_dict().items())
+    deep = {"model": {**model.state_dict(), "step": torch.ones(2)}, "optimizer": names, "step": 2}
+    (tmp_path / "out.pt").unlink()
+    told = refused(tmp_path, deep, optimizer="torchtitan")
+    assert "step: is a key of the weights and of what stands beside them" in told
+
+
+def test_numbers_stay_numbers(tmp_path):
+    model, optimizer = trained(by_decay)
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(tree, tmp_path / "in.pt")
+    done = convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.pt", optimizer="numbers")
+    assert same(torch.load(tmp_path / "out.pt"), tree)
+    assert not any("have numbers now" in note for note in done.plan.notes)
+
+
+def test_an_order_names_parameters_as_the_checkpoint_does(tmp_path):
+    """A model in DistributedDataParallel, whose keys the list has without ``module.``."""
+    model, optimizer = trained()
+    weights = {f"module.{key}": value for key, value in model.state_dict().items()}
+    tree = {"model": weights, "optimizer": optimizer.state_dict()}
+    names = list(dict(model.named_parameters()))
+    (tmp_path / "order.txt").write_text("\n".join(names))
+    made = converted(
+        tmp_path, tree, optimizer="names", order_from=tmp_path / "order.txt", keys="keep"
+    )
+    found = made["optimizer"]["state"]
+    assert list(found) == [f"module.{name}" for name in names]
+    for name, value in model.named_parameters():
+        assert torch.equal(found[f"module.{name}"]["exp_avg"], optimizer.state[value]["exp_avg"])
+    (tmp_path / "out.pt").unlink()
+    (tmp_path / "order.txt").write_text("\n".join([*names, "more.weight"]))
+    told = refused(tmp_path, tree, optimizer="names", order_from=tmp_path / "order.txt")
+    assert "more.weight: is a parameter of" in told and "not in the checkpoint" in told
+
+
+def test_what_is_not_an_optimizers_state_is_refused(tmp_path):
+    model, optimizer = alike(["0.weight"], ["1.weight"])
+    weights, state = model.state_dict(), optimizer.state_dict()
+    for group in state["param_groups"]:
+        del group["param_names"]  # by which numbers would have names
+    told = refused(tmp_path, {"optimizer": state}, optimizer="names")
+    assert "no state dict beside them tells the order of model.parameters()" in told
+    first, second = state["param_groups"]
+    for change, words in (
+        ({"state": {**state["state"], 7: state["state"][0]}}, "of parameter 7, which is in none"),
+        ({"state": {0: torch.ones(2)}}, "is not a dict of what an optimizer keeps"),
+        ({"state": {0: {3: torch.ones(2)}}}, "is not a dict of what an optimizer keeps"),
+        (
+            {"param_groups": [first, {**second, "params": 1}]},
+            "a group without a list of parameters",
+        ),
+        ({"param_groups": [first, {**second, "params": [1.5]}]}, "a group without a list of param"),
+    ):
+        tree = {"model": weights, "optimizer": {**state, **change}}
+        assert words in refused(tmp_path, tree, optimizer="names")
+
+
 def test_torch_loads_what_was_numbered_by_a_model(tmp_path, monkeypatch):
     model, optimizer = trained(by_decay)
     (tmp_path / "my_net.py").write_text("from tree.test_optimizer_forms import Net\n")

@@ -89,6 +89,28 @@ def test_4_bit_floats_are_counted_one_by_one(mixed):
     assert known.quantiles([1.0]) == [6.0] and known.distinct_is_exact
 
 
+def test_statistics_are_a_list_with_names(mixed):
+    path, tensors = mixed
+    found = stats(path)
+    assert len(found) == len(found.tensors) and [*found] == [*found.tensors]
+    assert found["half"].statistics.maximum == tensors["half"].max().item()
+    assert found["per_tensor"] is found.tensors[[item.name for item in found].index("per_tensor")]
+    with pytest.raises(KeyError, match="nothing"):
+        found["nothing"]
+
+
+def test_what_has_no_numbers_is_said(tmp_path):
+    nan, inf = float("nan"), float("inf")
+    tensors = {"a": [inf] * 3, "b": [1.0, 2.0, nan], "c": [nan, nan], "d": [1.0] * 9}
+    torch.save({key: torch.tensor(value) for key, value in tensors.items()}, tmp_path / "m.pt")
+    found = stats(tmp_path / "m.pt")
+    assert [item.name for item in in_order(found, "nan", 4)] == ["a", "c", "b", "d"]
+    done = run("stats", "m.pt", "--histogram", "c", cwd=tmp_path)
+    assert "it holds no finite numbers" in done.out and "quantiles" not in done.out
+    torch.save({"a": {}, "b": torch.ones(1)}, tmp_path / "m.pt")
+    assert run("stats", "m.pt", "--only", "a", cwd=tmp_path).out.strip() == "it holds no tensors"
+
+
 def test_types_whose_layout_nobody_says_are_named(tmp_path):
     """F6 of safetensors (safetensors#611), and F4 that are not pairs."""
     shapes = {"F6_E2M3": [4, 4], "F4": [2, 3], "F32": [3]}
