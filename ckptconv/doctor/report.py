@@ -76,6 +76,10 @@ class Diagnosis:
         """Whether it will disappoint."""
         return any(finding.severity == "warning" for finding in self.findings)
 
+    def __bool__(self) -> bool:
+        """Raises `TypeError`: a result that is always true would be taken for a file that loads."""
+        raise TypeError("a Diagnosis is neither true nor false: write .loads")
+
     def _verdict(self) -> str:
         return "loads here" if self.loads else "will not load here"
 

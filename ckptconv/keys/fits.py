@@ -79,6 +79,10 @@ class Fit:
         """Whether the target is covered and no key of the source is left over."""
         return self.covers and not self.unexpected
 
+    def __bool__(self) -> bool:
+        """Raises `TypeError`: a result that is always true would be taken for keys that fit."""
+        raise TypeError("a Fit is neither true nor false: write .fits")
+
     def document(self) -> dict[str, Any]:
         """What became of each key, as JSON values."""
         return _FIT.of(self)

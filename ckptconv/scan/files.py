@@ -74,6 +74,10 @@ class Scan:
         every = (finding for file in self.files for finding in file.findings)
         return tuple(finding for finding in every if finding.level == "dangerous")
 
+    def __bool__(self) -> bool:
+        """Raises `TypeError`: a result that is always true would be taken for a safe file."""
+        raise TypeError("a Scan is neither true nor false: write .level or .dangerous")
+
     def __repr__(self) -> str:
         name, found = Path(self.path).name or self.path, len(self.dangerous)
         dangerous = f"{found:,} dangerous" if found else None

@@ -106,6 +106,21 @@ def test_every_public_name_has_a_docstring_that_begins_with_a_sentence():
         assert re.search(r"[.:;]( |$)", first.replace("\n", " ")), name
 
 
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [("Scan", "level"), ("Diagnosis", "loads"), ("Fit", "fits"), ("Difference", "same")],
+)
+def test_a_verdict_is_asked_by_its_name(kind, asked):
+    results = {
+        "Scan": lambda path: ckptconv.scan_checkpoint(path),
+        "Diagnosis": lambda path: ckptconv.diagnose_checkpoint(path),
+        "Fit": lambda path: ckptconv.fit_keys({}, {"w": (1,)}),
+        "Difference": lambda path: ckptconv.diff_checkpoints(path, path),
+    }
+    with pytest.raises(TypeError, match=rf"a {kind} is neither true nor false: write \.{asked}"):
+        bool(results[kind](SAMPLES / "tied.pt"))
+
+
 def test_the_types_of_parameters_can_be_asked_for():
     later = {"execute_plan", "load_into", "load_portable"}  # torch, and what is seldom imported
     for name in {*ckptconv.__all__} - later - {"__version__"}:
