@@ -15,7 +15,7 @@ from dataclasses import replace
 from ckptconv.keys.key_map import KeyRules
 from ckptconv.keys.naming_metadata import followed
 from ckptconv.pickles.nodes import Node, mapping_pairs, substituted, with_pairs
-from ckptconv.support.errors import KeyConflict, RefusedObject, printable
+from ckptconv.support.errors import KeyConflict, OptionRefused, RefusedObject, printable
 from ckptconv.support.records import dataclass
 from ckptconv.tensors.layouts import are_alike
 from ckptconv.tree.checkpoint import Checkpoint
@@ -212,6 +212,11 @@ class RenameKeys:
     """
 
     rules: KeyRules
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rules, KeyRules):
+            what = f"rules={self.rules!r:.100} is not KeyRules"
+            raise OptionRefused(what, hint="write it as KeyRules.of([('rename', 'OLD=NEW')])")
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         overlay: dict[int, Node] = {}

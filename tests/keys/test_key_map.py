@@ -18,12 +18,25 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ckptconv import KeyRules, convert_checkpoint, limits, load_portable, read_key_rules
+from ckptconv import (
+    KeyRules,
+    RenameKeys,
+    convert_checkpoint,
+    limits,
+    load_portable,
+    read_key_rules,
+)
 from ckptconv.convert import words
 from ckptconv.keys.key_map import RULE_WORDS, map_keys, rules_of
 from ckptconv.keys.mappings import Mapped, MappedKeys
 from ckptconv.keys.presets import PRESETS
-from ckptconv.support.errors import AmbiguousStateDict, KeyConflict, LimitExceeded, OutputRefused
+from ckptconv.support.errors import (
+    AmbiguousStateDict,
+    KeyConflict,
+    LimitExceeded,
+    OptionRefused,
+    OutputRefused,
+)
 from helpers import oracle
 from helpers.examples import examples
 from helpers.program import SAMPLES, assert_one_error, run
@@ -148,6 +161,12 @@ def test_what_is_no_rule_is_refused(word, text):
 def test_a_rule_of_a_wrong_type_is_refused(given):
     with pytest.raises(KeyConflict, match=r"is not a rule; write it as \('rename', 'OLD=NEW'\)"):
         KeyRules.of([given])
+
+
+@pytest.mark.parametrize("given", [3, None, "strip", [("rename", "a=b")]])
+def test_what_is_not_key_rules_is_no_edit(given):
+    with pytest.raises(OptionRefused, match="is not KeyRules"):
+        RenameKeys(given)
 
 
 @pytest.mark.parametrize("given", [3, None, "rename", ("rename", "a=b"), {"from": "a"}, KeyRules()])
