@@ -338,7 +338,13 @@ def twice(metadata: Metadata) -> None:
     metadata.planner_data = {**metadata.planner_data, "last": ("deep",)}
 
 
+def mixed(metadata: Metadata) -> None:
+    given = metadata.planner_data
+    metadata.planner_data = {**given, "last": ("x", "one"), list(given)[-1]: ("x", 0)}
+
+
 BAD = {
+    "a name and an index": (mixed, MalformedCheckpoint, "mixes the keys of a dict"),
     "a file outside": (
         relocated("../rows2/__0_0.distcp"),
         MalformedCheckpoint,
@@ -477,6 +483,43 @@ def test_a_folder_that_contradicts_itself_is_refused_with_the_key(name, worlds, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
+def no_list(metadata: Metadata) -> None:
+    entry = metadata.state_dict_metadata["w"]
+    metadata.state_dict_metadata["w"] = replace(entry, chunks=tuple(entry.chunks))
+
+
+def no_attributes(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["w"].chunks[0] = Bare(metadata.state_dict_metadata["w"].chunks[0])
+
+
+def no_dict(metadata: Metadata) -> None:
+    metadata.storage_data = [*metadata.storage_data]
+
+
+class Bare:
+    """Pickled as an object of another's class, whose state is a list."""
+
+    def __init__(self, like: Any) -> None:
+        self.cls = type(like)
+
+    def __reduce__(self) -> Any:
+        return self.cls, (), [1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (no_list, "w: its chunks are not a list"),
+        (no_attributes, "w: has a ChunkStorageMetadata without attributes"),
+        (no_dict, "its storage_data is not a dict"),
+    ],
+)
+def test_metadata_of_other_kinds_are_refused(change, message, saved):
+    folder = changed(saved({"w": W}), change)
+    with pytest.raises(MalformedCheckpoint, match=message):
+        open_checkpoint(folder)
+
+
 def test_a_link_out_of_the_folder_is_refused(worlds, tmp_path):
     folder = Path(shutil.copytree(worlds / "columns2", tmp_path / "in"))
     (folder / "__1_0.distcp").unlink()
@@ -606,6 +649,14 @@ def test_odd_offsets_are_refused(info, tmp_path):
         {"DCP_SHARDING_INFO": info},
     )
     with pytest.raises(MalformedCheckpoint):
+        open_checkpoint(tmp_path)
+
+
+def test_rank_files_whose_parts_differ_in_their_dimensions_are_refused(tmp_path):
+    for number, part in enumerate((W, W.flatten())):
+        name = f"shard-0000{number + 1}-model-00001-of-00001.safetensors"
+        save_file({"w": part}, tmp_path / name, {"DCP_SHARDING_INFO": "{}"})
+    with pytest.raises(MalformedCheckpoint, match="w: its chunks differ in their number of dim"):
         open_checkpoint(tmp_path)
 
 

@@ -4,8 +4,11 @@ parameter (tests/data/make_deepspeed_parallel.py), and what is missing is told.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import re
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +17,8 @@ import pytest
 import torch
 
 from ckptconv import CheckpointError, convert_checkpoint, load_portable, open_checkpoint
+from ckptconv.formats.folders.deepspeed_tensors import joined_trees
+from ckptconv.tensors.stream import iter_chunks
 from helpers import oracle, zero
 from helpers.paths import DATA
 
@@ -479,6 +484,114 @@ def test_tensor_parallel_ranks_that_are_missing_are_told(tensor):
     for file in step(tensor).glob("*mp_rank_01_*"):
         file.rename(file.with_name(file.name.replace("mp_rank_01", "mp_rank_02")))
     refused(tensor, "has no files of the tensor-parallel rank 1")
+
+
+@pytest.fixture
+def joined(tmp_path) -> Iterator[Callable[..., Any]]:
+    """Joins the trees of ranks, of which each says how parameters were cut; its keywords say it."""
+    with contextlib.ExitStack() as opened:
+
+        def join(*ranks: dict[str, Any], **said: Any) -> Any:
+            roots = []
+            for number, rank in enumerate(ranks):
+                path = tmp_path / f"{number}.pt"
+                tree = {"mp_world_size": len(ranks), "universal_checkpoint_info": said, **rank}
+                torch.save(tree, path)
+                roots.append(opened.enter_context(open_checkpoint(path)).root)
+            return joined_trees(roots)
+
+        yield join
+
+
+SAME = "tp_replicated_parameter_patterns"
+PARTS = "parameter_with_sub_params"
+CUT = torch.arange(12.0).reshape(4, 3)
+
+
+def both(one: Any, other: Any, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two ranks with a value each of the parameter w."""
+    return {"module": {"w": one}, **more}, {"module": {"w": other}, **more}
+
+
+def states(params: Any = "w", **state: Any) -> dict[str, Any]:
+    """An optimizer that goes by names."""
+    return {"optimizer": {"state": {"w": state}, "param_groups": [{"params": [params]}]}}
+
+
+ONE, OTHER = both(CUT, CUT + 1)
+MISFITS = {
+    "more patterns than are tried": (
+        (ONE, OTHER), {SAME: [f"x{n}.*" for n in range(101)]}, "has more than .* patterns",
+    ),
+    "a longer name than patterns are tried on": (
+        ({"module": {"w" * 501: CUT}},) * 2, {SAME: ["w.*"]}, "is a longer name than patterns",
+    ),
+    "columns of a vector": (
+        both(CUT[0], CUT[1]), {"parameter_with_row_parallelism_patterns": ["w"]},
+        "does not have the dimension that it was cut in",
+    ),
+    "other dimensions in another rank": (
+        both(CUT, CUT[0]), {}, "does not have the dimension that it was cut in",
+    ),
+    "parts of fewer dimensions": (
+        (ONE, OTHER), {PARTS: [{"patterns": ["w"], "shape": [3], "partition_dim": 0}]},
+        "w: has other dimensions than",
+    ),
+    "parts along a dimension that is not there": (
+        (ONE, OTHER), {PARTS: [{"patterns": ["w"], "shape": [3, 4], "partition_dim": 2}]},
+        "w: has other dimensions than",
+    ),
+    "more parts than rows": (
+        (ONE, OTHER), {PARTS: [{"patterns": ["w"], "shape": [9, 3], "partition_dim": 0}]},
+        "w: is several parameters, and",
+    ),
+    "a parameter of one rank": (
+        (ONE, {"module": {"w": CUT, "x": CUT}}), {},
+        "module.x: is in one of the tensor-parallel ranks 0 and 1 only",
+    ),
+    "a buffer that differs": (
+        both(CUT, CUT + 1, buffer_names=["w"]), {}, "w: is a buffer that differs between ranks",
+    ),
+    "an optimizer of one rank": (
+        (ONE | states(step=1), OTHER), {}, "optimizer: is in some tensor-parallel ranks only",
+    ),
+    "other parameters": (
+        (ONE | states(step=1), OTHER | states("x", step=1)), {},
+        "has other parameters in another tensor-parallel rank",
+    ),
+    "other states": (
+        (ONE | states(step=1), OTHER | states(step=1, x=2)), {},
+        "optimizer.state.w.x: is in one of the tensor-parallel ranks",
+    ),
+    "another step": (
+        (ONE | states(step=1), OTHER | states(step=2)), {}, "w.step: differs between the tensor-",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_tensor_parallel_ranks_that_do_not_fit_together_are_refused(case, joined):
+    ranks, said, what = MISFITS[case]
+    with pytest.raises(CheckpointError, match=what):
+        joined(*ranks, **said)
+
+
+@pytest.mark.parametrize("pattern", ["^w$", "^.$", "^w.*$", r"^\w$"])
+def test_a_pattern_from_end_to_end_is_tried_as_python_does(pattern, joined):
+    assert re.match(pattern, "w")
+    items, _ = joined(*both(CUT, CUT), **{SAME: [pattern]})
+    ((_, ref),) = dict(items)["module"].pairs
+    assert ref.shape == CUT.shape
+
+
+def test_a_number_of_parts_is_that_of_equal_ones(joined):
+    """q, k and v of six rows each, of which each rank has three."""
+    whole = torch.randn(18, 2)
+    ranks = [torch.cat([part.chunk(2)[rank] for part in whole.chunk(3)]) for rank in range(2)]
+    said = {PARTS: [{"patterns": ["w"], "shape": (3, 2), "partition_dim": 0}]}
+    items, _ = joined(*both(*ranks), **said)
+    ((_, ref),) = dict(items)["module"].pairs
+    assert b"".join(map(bytes, iter_chunks(ref))) == whole.numpy().tobytes()
 
 
 # ------------------------------------------------------------------------------- experts under ZeRO
