@@ -26,6 +26,7 @@ from ckptconv import (
 )
 from ckptconv.batch import drive
 from ckptconv.batch.identity import fingerprint
+from ckptconv.batch.receipts import receipt_of
 from ckptconv.convert.execute import ConversionResult
 from ckptconv.io.appended import AppendedLines
 from ckptconv.io.files import one_run
@@ -504,3 +505,28 @@ def test_all_of_a_request_and_of_rules_is_part_of_the_job(room):
         jobs = [Job(room / "0.pt", room / "o.safetensors", options) for options in (first, second)]
         assert states(jobs[:1], room) == [DONE] and states(jobs[:1], room) == [EARLIER]
         assert states(jobs[1:], room) == [DONE]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"source": "a.pt"}, {"source": [3]}, {"output": None}, {"state": "lost"}, {"notes": "text"},
+        {"tries": True}, {"nbytes": 1.5}, {"seconds": float("nan")}, {"error": "text"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_line_that_tells_of_no_job_is_not_a_receipt(odd):
+    line = {"source": ["a.pt"], "output": "b.pt", "state": "done", "nbytes": 3, "seconds": 0.5}
+    found = receipt_of(line)
+    assert (found.source, found.output, found.nbytes, found.seconds) == (("a.pt",), "b.pt", 3, 0.5)
+    with pytest.raises(ValueError, match="not a receipt"):
+        receipt_of({**line, **odd})
+
+
+def test_an_output_below_a_file_is_the_failure_of_its_job(room):
+    (room / "file").write_text("mine")
+    jobs = jobs_in(room, 2)
+    below = replace(jobs[0], output=room / "file" / "out.pt")
+    failed, done = convert_many([below, jobs[1]])
+    assert failed.error.message.endswith("its folder cannot be made: File exists")
+    assert done.error is None and (room / "file").read_text() == "mine"

@@ -79,6 +79,26 @@ def test_of_a_command_that_takes_several_no_example_of_one_is_offered(command, t
         assert told in said(room, command, *words, code=2)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("convert a.pt b.pt --jobs 2", "share out the files of an output: add --max-shard-size"),
+        ("convert a.pt b.pt --address x", "--address needs --engine ray"),
+        ("average a.pt a.pt b.pt --tag x", "name the folders of the steps"),
+        ("average a.pt a.pt b.pt --weights 1,x", "1,x are not numbers, such as"),
+        ("merge a.pt a.pt b.pt --prefix x", "--prefix x is not IN=PREFIX"),
+        ("merge a.pt a.pt b.pt --prefix =x", "--prefix =x is not IN=PREFIX"),
+        ("manifest a.pt --force", "--force needs -o"),
+        ("stats a.pt --histogram a* --include b*", "both choose tensors; leave one of them out"),
+        ("report a.pt -o b.html --only-b x", "--only-b needs --against"),
+        ("report a.pt -o b.html --tag-b x", "--tag-b needs --against"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(words, told, room):
+    assert told in said(room, *words.split(), code=2)
+    assert [item.name for item in room.iterdir()] == ["a.pt"]
+
+
 def test_what_is_given_by_an_option_elsewhere_is_told(room):
     for word in ("-o", "--output"):
         told = f"{word} is not an option: name OUT last, without one"

@@ -715,6 +715,15 @@ def test_the_document_says_what_differs(tmp_path):
     assert document["values"] == [{"key": "w", **values, **finite}]
 
 
+def test_whole_numbers_are_exact_in_the_document(tmp_path):
+    """2**53 + 1 is not a double, and so it would be another number as one."""
+    most = 2**53
+    one = saved(tmp_path, "one.pt", {"w": torch.tensor([1, most + 1])})
+    two = saved(tmp_path, "two.pt", {"w": torch.tensor([1, -most - 1])})
+    [found] = run("diff", one, two, "--json", cwd=tmp_path).json()["values"]
+    assert (found["a"], found["b"]) == (most + 1, -most - 1)
+
+
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 WIDE = [*FLOATS, *FLOAT8, torch.complex64, torch.complex128]
 WHOLE = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]

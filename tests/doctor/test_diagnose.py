@@ -39,7 +39,7 @@ from ckptconv import (
     open_checkpoint,
 )
 from ckptconv.devices.host import Host
-from ckptconv.doctor.report import LEFT_OUT, finding_lines
+from ckptconv.doctor.report import LEFT_OUT, diagnoses_headline, finding_lines
 from ckptconv.inspect.facts import inspect_checkpoint
 from ckptconv.inspect.report import verdict
 from helpers import oracle
@@ -751,6 +751,32 @@ def test_what_is_said_beside_a_command_is_a_loss_only_where_it_is_one():
     for advice, label in ((f"{LEFT_OUT}a.b", "loses"), ("look at it first", "advice")):
         finding = Finding("error", "code", "cause", "effect", "ckptconv convert a b", advice)
         assert [row.label for row in finding_lines([finding])][-1] == label
+
+
+def test_of_many_findings_of_a_kind_the_rest_is_counted():
+    many = [Finding("error", "device", f"cause {at}", "effect") for at in range(23)]
+    rows = list(finding_lines([*many, Finding("info", "tied", "cause", "effect")]))
+    assert [row.label for row in rows] == [*["error", "effect"] * 20, "info", "effect", "more"]
+    assert rows[-1].text == "device: and 3 more"
+
+
+def test_of_several_with_warnings_strict_says_how_many_fail():
+    found = [
+        Diagnosis("a", None, (Finding("warning", "tied", "cause", "effect"),)),
+        Diagnosis("b", None, (Finding("error", "device", "cause", "effect"),)),
+        Diagnosis("c", None, ()),
+    ]
+    assert diagnoses_headline(found) == "2 of 3 load here"
+    told = "2 of 3 load here; 1 of these with warnings, which fail with --strict"
+    assert diagnoses_headline(found, strict=True) == told
+
+
+def test_what_holds_no_state_dict_has_no_keys_for_a_model(tmp_path):
+    torch.save({"epoch": 3}, tmp_path / "none.pt")
+    (tmp_path / "keys.txt").write_text("a.weight\nb.weight\n")
+    done = run("doctor", "none.pt", "--like", "keys.txt", cwd=tmp_path)
+    assert done.exit == 1
+    assert "keys: holds no state dict" in done.out and "there is nothing to load into" in done.out
 
 
 def test_a_numpy_archive_that_is_refused_is_one_that_numpy_may_load(tmp_path):

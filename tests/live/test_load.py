@@ -246,6 +246,19 @@ def test_several_state_dicts_need_only(tmp_path):
         load_portable(path, only="net")
 
 
+class _OddDevice:
+    def __reduce__(self) -> Any:
+        return torch.device, ("nonsense",)
+
+
+def test_what_torch_cannot_make_is_refused_in_its_words(tmp_path):
+    torch.save({"device": _OddDevice()}, tmp_path / "a.pt")
+    with pytest.raises(RuntimeError, match="at start of device string: nonsense"):
+        torch.load(tmp_path / "a.pt")
+    with pytest.raises(RefusedObject, match="at start of device string: nonsense"):
+        load_portable(tmp_path / "a.pt", whole=True)
+
+
 def test_rules_that_leave_no_key_are_refused(tmp_path):
     torch.save({"a.w": torch.ones(1), "a.b": torch.ones(1)}, tmp_path / "model.pt")
     for whole in (False, True):
