@@ -358,6 +358,61 @@ def test_what_no_scale_would_be_right_for_is_refused(case, tmp_path):
     assert not (tmp_path / "out.pt").exists()
 
 
+ROWS = {"q.weight": torch.ones(4, 6).to(FP8), "q.weight_scale_inv": torch.rand(4)}
+ONE = {"k.weight": torch.ones(4, 6).to(FP8), "k.weight_scale_inv": torch.rand(())}
+TIED = {
+    "mapping": 1,
+    "state_dicts": [
+        {
+            "path": "", "keys": {}, "left_out": [], "modules": {},
+            "order": ["q.weight", "k.weight"],
+            "tensors": [{"from": ["q.weight", "k.weight"], "moves": ["untie 2"],
+                         "to": ["qk.weight"]}],
+        }
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tensors", "rules", "message"),
+    [
+        (
+            ROWS | {"q.weight_scale_inv": torch.rand(4, 1)} | ONE,
+            _rule(["q.weight", "k.weight"], "qk.weight", {"concat": 0}),
+            "their scales are for blocks of different sizes",
+        ),
+        (
+            ROWS,
+            _rule("q.weight", "t.weight", {"transpose": [0, 1]}),
+            "their scales do not have the dimensions that change places",
+        ),
+        (
+            ROWS,
+            _rule("q.weight", "t.weight", {"flatten": [0, 1]}),
+            "their scales do not have all the dimensions that change",
+        ),
+        (
+            ONE | {f"q.{name}": value for name, value in zip(
+                ("weight", "weight_scale_inv"),
+                (ONE["k.weight"], ONE["k.weight_scale_inv"] + 1), strict=True)},
+            TIED,
+            "are names of one tensor to the mapping, and their scales differ",
+        ),
+        (
+            {f"e.{n}.{name.partition('.')[2]}": value for n in range(2)
+             for name, value in ONE.items()},
+            _rule("e.{n}.weight", "e.all", {"stack": {"dim": 1, "over": "n"}}),
+            "their scales do not have the dimension along which they are stacked",
+        ),
+    ],
+)  # fmt: skip
+def test_scales_of_other_dimensions_than_the_move_are_refused(tensors, rules, message, tmp_path):
+    saved = _write(tmp_path, tensors, None)
+    (tmp_path / "rules.json").write_text(json.dumps(rules))
+    with pytest.raises(CheckpointError, match=message):
+        load_portable(saved, rules=tmp_path / "rules.json")
+
+
 def test_scales_follow_each_move_that_there_is():
     assert MOVED.keys() == MOVES.keys()
 

@@ -21,7 +21,7 @@ from ckptconv.pickles.nodes import ABSENT, Call, Dict, Global, PersistentId, map
 from ckptconv.pickles.opcodes import read_pickles
 from ckptconv.pickles.reader import read_pickle
 from ckptconv.pickles.writer import integer, write_pickle
-from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
+from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint, RefusedObject
 from helpers.examples import some
 
 
@@ -315,3 +315,16 @@ def test_nothing_named_is_imported_or_called(tmp_path, monkeypatch):
     root = read_pickle(b"\x80\x02cposix\nmkdir\nX\x03\0\0\0pwn\x85R.")
     assert root.name == "posix.mkdir" and root.args == ("pwn",)
     assert not (tmp_path / "pwn").exists()
+
+
+def test_an_object_made_of_itself_is_refused_where_pickle_gives_up():
+    class Itself:
+        def __reduce__(self):
+            return list, (self,)
+
+    with pytest.raises(RecursionError):
+        pickle.dumps(Itself())
+    made = Call(Global("builtins", "list"), ())
+    made.args = (made,)
+    with pytest.raises(RefusedObject, match="contains itself"):
+        write_pickle(made, lambda node, writer: b"N")

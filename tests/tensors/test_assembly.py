@@ -128,6 +128,14 @@ def test_a_part_of_a_part_is_part_of_the_whole():
     assert values(quarter) == np.asarray([6, 7], "<f4").tobytes()
 
 
+def test_parts_of_other_byte_orders_or_bits_are_not_put_together():
+    little = view_of(storage_of(bytes(8)), FLOAT32, 0, (2,), (1,))
+    big = view_of(storage_of(bytes(8), big_endian=True), FLOAT32, 0, (2,), (1,))
+    for other in (big, little._replace(neg=True)):
+        with pytest.raises(UnsupportedCheckpoint, match="differ in byte order or in their conj"):
+            assembled(FLOAT32, (4,), [((0,), little), ((2,), other)])
+
+
 @pytest.mark.parametrize(
     ("part", "what"),
     [

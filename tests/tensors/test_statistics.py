@@ -264,3 +264,18 @@ def test_numbers_that_lie_close_together_have_a_histogram_like_numpys(dtype, cen
     exact = np.quantile(numbers.astype(np.float64), fractions, method="inverted_cdf")
     spread = numbers.max() - numbers.min()
     assert np.allclose(known.quantiles(fractions), exact, rtol=0, atol=float(spread) / 4000)
+
+
+@pytest.mark.parametrize("count", [5, 10_000])
+def test_values_that_are_all_one_number_are_in_the_first_bin(count):
+    found = told(torch.full((count,), 2.5))
+    assert found.histogram(4) == [count, 0, 0, 0]
+    assert found.quantiles([0, 0.5, 1]) == [2.5] * 3
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.5, math.nan])
+def test_a_quantile_of_more_than_all_is_refused_as_numpy_does(fraction):
+    with pytest.raises(ValueError, match="range"):
+        np.quantile([1.0, 2.0], fraction)
+    with pytest.raises(ValueError, match="are not all from 0 to 1"):
+        told(torch.ones(2)).quantiles([0.5, fraction])
