@@ -261,6 +261,8 @@ def test_deltas_of_one_base_are_not_applied_one_on_top_of_the_other(chain):
         apply_deltas(chain / "base", deltas, out)
     with pytest.raises(OptionRefused, match="there is no delta; name one or more"):
         apply_deltas(chain / "base", [], out)
+    with pytest.raises(OptionRefused, match="tag=3 is not "):
+        apply_deltas(chain / "base", deltas[:1], out, tag=3)
     assert not out.exists()
 
 

@@ -124,6 +124,14 @@ def test_shared_and_unused_bytes_are_those_of_the_storages(tmp_path):
     assert [item.same_as for item in made] == [None, None, 1, None]
 
 
+def test_a_storage_is_shared_by_several_tensors_or_with_bytes_of_none(tmp_path):
+    base, rest, own = torch.arange(100.0), torch.arange(50.0), torch.arange(9.0)
+    torch.save({"a": base, "b": base[60:], "c": rest[:20], "d": own}, tmp_path / "views.pt")
+    with ckptconv.open_checkpoint(tmp_path / "views.pt") as checkpoint:
+        refs = [item.ref for item in named_values(checkpoint).values]
+        assert shared_storages(refs) == (Shared((0, 1), 400, 400), Shared((2,), 200, 80))
+
+
 def test_repeated_layers_are_one_series(saved, tmp_path):
     text = page_of(saved, tmp_path, values=True).read_text("utf-8")
     captions = re.findall(r"<figcaption><bdi>(.*?)</bdi>", text)

@@ -161,6 +161,17 @@ def test_all_names_of_a_lost_storage_are_lost_and_a_list_goes_as_a_whole(tmp_pat
         assert got is not None and got[1] == lost
 
 
+def test_a_lost_tensor_that_no_dict_holds_is_not_left_out(tmp_path):
+    """The others of a list would get other numbers without it."""
+    torch.save([torch.ones(300), torch.zeros(300)], tmp_path / "m.pt")
+    raw = bytearray((tmp_path / "m.pt").read_bytes())
+    raw[raw.rindex(torch.ones(1).numpy().tobytes())] ^= 1
+    (tmp_path / "m.pt").write_bytes(raw)
+    with pytest.raises(CheckpointError, match="what is lost is not in a dict, and cannot be left"):
+        recover_checkpoint(tmp_path / "m.pt", tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
+
+
 def test_records_of_a_file_that_lies_in_a_tensor_are_not_taken(tmp_path):
     """A tensor that holds a whole archive with the same names; its own header is destroyed."""
     inner = io.BytesIO()

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from ckptconv import (
     ConversionResult,
     Dequantize,
+    KeyConflict,
     KeyRules,
     average_checkpoints,
     convert_checkpoint,
@@ -84,6 +85,25 @@ def test_what_may_be_a_parameter_stays_and_is_told_of(tmp_path, key, value):
     assert torch.equal(made[key], value)
     [note] = [note for note in done.plan.notes if note.startswith("stay as they are")]
     assert key in note
+
+
+def test_what_goes_with_codes_is_counted_by_its_name(tmp_path):
+    tensors = {**layer("a"), **layer("b"), "a.input_scale": torch.tensor(1.0)}
+    _, done = converted(tmp_path, tensors)
+    [note] = [note for note in done.plan.notes if note.startswith("left out with them")]
+    assert note.endswith(": weight_scale (2), input_scale")
+
+
+def test_a_weight_beside_its_own_codes_is_refused(tmp_path):
+    """The blocks of MXFP4, as gpt-oss has them, of which `up` would be made."""
+    blocks = torch.zeros(2, 4, 2, 16, dtype=torch.uint8)
+    tensors = {"up_blocks": blocks, "up_scales": torch.full((2, 4, 2), 127, dtype=torch.uint8)}
+    made, _ = converted(tmp_path, tensors)
+    assert set(made) == {"up"} and not made["up"].any()
+    (tmp_path / "out.pt").unlink()
+    with pytest.raises(KeyConflict, match="up: stands beside the codes of which it would be made"):
+        converted(tmp_path, {**tensors, "up": torch.ones(2, 64, 4)})
+    assert not (tmp_path / "out.pt").exists()
 
 
 def test_a_parameter_without_elements_stays(tmp_path):

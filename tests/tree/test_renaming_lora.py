@@ -58,6 +58,7 @@ SD = {
     "time_embedding.linear_1": (H, H),
     "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q": (H, H),
     "down_blocks.0.resnets.1.conv1": (H, H, 3, 3),
+    "down_blocks.0.downsamplers.0.conv": (H, H, 3, 3),
     "mid_block.attentions.0.proj_in": (H, H),
     "up_blocks.1.attentions.2.transformer_blocks.0.ff.net.0.proj": (MLP, H),
     "up_blocks.1.upsamplers.0.conv": (H, H, 3, 3),
@@ -67,6 +68,7 @@ LDM = {
     "time_embed.0": (H, H),
     "input_blocks.4.1.transformer_blocks.0.attn1.to_q": (H, H),
     "input_blocks.2.0.in_layers.2": (H, H, 3, 3),
+    "input_blocks.3.0.op": (H, H, 3, 3),
     "middle_block.1.proj_in": (H, H),
     "output_blocks.5.1.transformer_blocks.0.ff.net.0.proj": (MLP, H),
     "output_blocks.5.2.conv": (H, H, 3, 3),
@@ -100,11 +102,13 @@ NAMES = {
     ("sd", "lora-kohya"): {
         "input_blocks.4.1.transformer_blocks.0.attn1.to_q":
             "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q",
+        "input_blocks.3.0.op": "lora_unet_down_blocks_0_downsamplers_0_conv",
         "output_blocks.5.2.conv": "lora_unet_up_blocks_1_upsamplers_0_conv",
         "self_attn.q_proj": "lora_te_text_model_encoder_layers_0_self_attn_q_proj",
     },
     ("sdxl of diffusers", "lora-kohya"): {
         "down_blocks.0.resnets.1.conv1": "lora_unet_input_blocks_2_0_in_layers_2",
+        "down_blocks.0.downsamplers.0.conv": "lora_unet_input_blocks_3_0_op",
         "up_blocks.1.upsamplers.0.conv": "lora_unet_output_blocks_5_2_conv",
         "text_encoder.text_model.encoder.layers.0.mlp.fc1":
             "lora_te1_text_model_encoder_layers_0_mlp_fc1",
