@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from ckptconv import (
     load_portable,
 )
 from ckptconv.convert import edit as editing
+from ckptconv.io import in_place
 from ckptconv.io.in_place import undo_unfinished, write_first_bytes
 from ckptconv.io.journals import Journal, journal_path
 from helpers.examples import examples
@@ -460,6 +462,48 @@ def test_a_mapping_of_an_earlier_edit_outlives_one_that_fails(model, tmp_path, m
     with pytest.raises(OutputRefused):
         edit(model, rename="old.=n.", save_mapping=tmp_path / "map.json")
     assert (tmp_path / "map.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("fails", ["once", "for good"])
+def test_a_write_that_fails_is_put_back_at_once_or_by_its_journal(fails, tmp_path, monkeypatch):
+    path, write, begun = tmp_path / "model.bin", in_place._write, []
+    old, new = ((1016).to_bytes(8, "little") + fill * 1016 for fill in (b"a", b"b"))
+    rest = b"the data"
+    path.write_bytes(old + rest)
+
+    def failing(file, raw, *, fsync):
+        begun.append(raw)
+        if len(begun) == 1:
+            file.seek(0)
+            file.write(raw[:512])
+        if len(begun) == 1 or fails == "for good":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        write(file, raw, fsync=fsync)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(in_place, "_write", failing)
+        message = "nor put back as it was" if fails == "for good" else os.strerror(errno.EIO)
+        with pytest.raises(OutputRefused, match=message):
+            write_first_bytes(path, old, new, fsync=False)
+    if fails == "for good":
+        assert path.read_bytes() == new[:512] + old[512:] + rest
+        assert undo_unfinished(path, fsync=False)
+    assert path.read_bytes() == old + rest
+    assert [item.name for item in tmp_path.iterdir()] == ["model.bin"]
+
+
+def test_where_no_journal_can_be_written_the_file_is_not_touched(tmp_path, monkeypatch):
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"old")
+
+    def failing(folder):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(in_place, "fsync_folder", failing)
+    with pytest.raises(OutputRefused, match=os.strerror(errno.EIO)):
+        write_first_bytes(path, b"old", b"new", fsync=True)
+    assert path.read_bytes() == b"old"
+    assert [item.name for item in tmp_path.iterdir()] == ["model.bin"]
 
 
 # -------------------------------------------------------------------------------------------- torn

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
 import pickle
 import threading
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 from ckptconv import formats, inspect_checkpoint, open_checkpoint
-from ckptconv.formats.containers import named
+from ckptconv.formats.containers import named, scanned_first
+from ckptconv.support.errors import UnsupportedCheckpoint
 from ckptconv.tree.checkpoint import UNKNOWN, Container
 from helpers.house import MODULES, nodes, package_of, trees
 
@@ -85,3 +88,20 @@ def test_a_format_that_another_thread_is_importing_is_waited_for(tmp_path, monke
         found.append(pool.submit(named, "slow.SLOW"))
         threading.Timer(0.02, threading.go_on.set).start()
         assert [item.result() for item in found] == [7, 7]
+
+
+def test_the_end_record_of_an_archive_is_fetched_however_long_its_comment_is():
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("data.pkl", bytes(100_000))
+        archive.comment = b"c" * 0xFFFF
+    raw = made.getvalue()
+    ((first, nbytes),) = scanned_first(b"", len(raw))
+    assert (first, first + nbytes) == (raw.rindex(b"PK\5\6"), len(raw))
+
+
+@pytest.mark.parametrize(("count", "shown"), [(40, "x" * 40), (41, "x" * 40 + "…")])
+def test_a_text_is_told_by_how_it_begins(count, shown, tmp_path):
+    (tmp_path / "a.pt").write_text("x" * count)
+    with pytest.raises(UnsupportedCheckpoint, match=rf"it begins: {shown}\)"):
+        open_checkpoint(tmp_path / "a.pt")

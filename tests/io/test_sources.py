@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import os
+import pickle
 import zlib
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +17,7 @@ from ckptconv.io.inflate import InflatedSource, Spool
 from ckptconv.io.open_files import OpenFile, SeekSource
 from ckptconv.io.source import CHUNK, SMALL, MemorySource, RangeSource, WrappedSource, merged_runs
 from ckptconv.support import platforms
-from ckptconv.support.errors import LimitExceeded, MalformedCheckpoint
+from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
 from ckptconv.support.limits import limits
 from helpers.conformance import BYTES, SlowSource, SourceConformance, pattern
 from helpers.house import MODULES, imports_of, nodes, package_of, trees
@@ -364,3 +365,40 @@ def test_a_small_read_is_right_whatever_another_thread_reads_meanwhile(tmp_path,
         for offset in (1000, 0, 4):
             assert source.read(offset, 8) == raw[offset : offset + 8]
     assert between == []
+
+
+class Failing(io.BytesIO):
+    """Reads what it holds up to `end`, or fails."""
+
+    def __init__(self, raw: bytes, end: int, error: Exception | None = None) -> None:
+        super().__init__(raw)
+        self.stop, self.error = end, error
+
+    def read(self, size: int | None = -1) -> bytes:
+        if self.error is not None:
+            raise self.error
+        return super().read(min(size or 0, max(0, self.stop - self.tell())))
+
+
+def test_an_open_file_that_gives_fewer_bytes_than_it_said_is_named():
+    source = SeekSource(Failing(bytes(100), 60), 0, Path("a file"))
+    assert (source.size, source.read(10, 50)) == (100, bytes(50))
+    with pytest.raises(MalformedCheckpoint, match="ends at byte 60, more was expected"):
+        source.read(10, 80)
+    source.close()
+    with pytest.raises(CheckpointError, match="was closed before it was read"):
+        source.read(10, 50)
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), ValueError("gone"), EOFError("gone")])
+def test_an_open_file_that_fails_is_an_error_about_it(error):
+    source = SeekSource(Failing(bytes(100), 100, error), 0, Path("a file"))
+    with pytest.raises(CheckpointError, match="a file: cannot be read: gone"):
+        source.read(0, 8)
+
+
+def test_an_open_file_does_not_go_to_another_process():
+    with pytest.raises(TypeError, match="cannot"):
+        pickle.dumps(io.TextIOWrapper(io.BytesIO()))  # as python's own do not
+    with pytest.raises(TypeError, match="an open file cannot be pickled"):
+        pickle.dumps(OpenFile(io.BytesIO(b"abc")))

@@ -4,6 +4,7 @@ lost.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from contextlib import closing
@@ -14,7 +15,7 @@ import pytest
 
 from ckptconv.io.location import Location
 from ckptconv.io.places import place_of
-from ckptconv.io.remote import causes, patience, uploads
+from ckptconv.io.remote import causes, patience, place, uploads
 from ckptconv.io.remote.causes import Forbidden, meant, told_by_obstore
 from ckptconv.io.remote.objects import ObjectStoreOf, parts_of
 from ckptconv.io.remote.output import RemoteOutput
@@ -510,3 +511,27 @@ def test_addresses(monkeypatch):
     store, key = s3_store("s3a://bucket/a b.pt")
     assert store.locate(key) == "s3a://bucket/a b.pt" and key == "a b.pt"
     assert key_of_hidden(key) is None and uploads.is_left("x/.y.01234567.ckptconv-part", "x/y")
+
+
+@pytest.mark.parametrize("start", ["s3://bucket/", "gs://bucket/", "az://bucket/"])
+@pytest.mark.parametrize(
+    ("key", "odd"),
+    [
+        ("a//b", "an empty part"),
+        ("/b", "an empty part"),
+        ("a\nb", "a control character"),
+        ("a/../b", "a part that is . or .."),
+        ("./b", "a part that is . or .."),
+    ],
+)
+def test_a_key_that_the_client_would_make_another_one_of_is_refused(start, key, odd):
+    with pytest.raises(UnsupportedCheckpoint, match=f"has {odd}.* in its key"):
+        place._nameable(start + key)
+    kept: list[str] = []
+    with contextlib.suppress(Exception):
+        store = MemoryStore()
+        store.put(key, b"")
+        kept = [item["path"] for item in store.list().collect()]
+    assert kept != [key]
+    for good in ("a/b", "a..b/.c", "a/b/"):
+        assert place._nameable(start + good) == start + good
