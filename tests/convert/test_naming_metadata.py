@@ -182,6 +182,24 @@ def test_names_of_another_form_are_refused(torchao, asked, tmp_path):
     assert not (tmp_path / "out.safetensors").exists()
 
 
+@pytest.mark.parametrize("way", ["convert", "edit"])
+def test_layers_that_are_no_modules_any_more_are_refused(comfyui, way, tmp_path):
+    with pytest.raises(RefusedObject, match=r"b\.0: .* b0_weight are not of their form"):
+        renamed(comfyui, way, rename="b.0.=b0_")
+    assert layers_found(comfyui) == {"b.0"} and not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize("way", ["convert", "edit"])
+def test_a_text_is_not_replaced_by_what_is_said_of_a_tensor(way, tmp_path):
+    path = tmp_path / "torchao.safetensors"
+    save_file(TORCHAO, path, {**OF_TORCHAO, "net.0.weight": "a text"})
+    with pytest.raises(
+        KeyConflict, match=r"net\.0\.weight: a metadata entry has this name already"
+    ):
+        renamed(path, way, add_prefix="net.")
+    assert metadata(path)["net.0.weight"] == "a text"
+
+
 @pytest.mark.parametrize("output", ["out.pt", "out.npz", "dcp", "out-bin"])
 def test_what_cannot_hold_the_metadata_is_refused(torchao, comfyui, output, tmp_path):
     more = {"dcp": {"to": "dcp"}, "out-bin": {"to": "torch", "max_shard_size": "1GB"}}

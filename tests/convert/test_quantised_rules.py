@@ -326,6 +326,24 @@ REFUSED = {
         "q.weight: the tensor rule q.weight, k.weight → qk.weight: some of them are quantised, and "
         f"others are not; {FIRST}",
     ),
+    "codes whose scales have other names": (
+        WIDE,
+        {
+            **_weights(q=(128, 128)),
+            "k.weight": torch.ones(128, 128).to(FP8),
+            "k.weight_scale": torch.ones(1, 1),
+        },
+        _rule(["q.weight", "k.weight"], "qk.weight", {"concat": 0}),
+        "q.weight: the tensor rule q.weight, k.weight → qk.weight: they are quantised in different "
+        f"ways; {FIRST}",
+    ),
+    "a scale that was left out before": (
+        WIDE,
+        _weights(q=(128, 128)),
+        [{"exclude": "q.weight_scale_inv"}, *_rule("q.weight", "t.weight", {"transpose": [0, 1]})],
+        "q.weight_scale_inv: was left out by a rule before, and its codes are laid out otherwise; "
+        f"{FIRST}",
+    ),
     "an order that rules do not know": (
         None,
         {
