@@ -306,6 +306,31 @@ def test_what_ranks_do_not_agree_on_is_an_error(key, message, tmp_path):
         open_checkpoint(folder)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (["mp_rank_01"], "fc1.weight: has another shape in another rank"),
+        (["mp_rank_00", "mp_rank_01"], "fc1.weight: has 3 rows, and .*fc2.weight does not have as"),
+    ],
+)
+def test_rows_that_do_not_fit_are_an_error(ranks, message, tmp_path):
+    folder = save(tmp_path / "in", model(), 2)
+    for rank in ranks:
+        file = folder / rank / "model_optim_rng.pt"
+        tree = torch.load(file, weights_only=False)
+        tree["model"]["decoder.layers.0.mlp.linear_fc1.weight"] = torch.ones(3, HIDDEN)
+        torch.save(tree, file)
+    with pytest.raises(MalformedCheckpoint, match=message):
+        open_checkpoint(folder)
+
+
+def test_what_two_stages_have_differently_is_an_error(tmp_path):
+    folder = save(tmp_path / "in", model(), 1, 2)
+    changed(folder / "mp_rank_00_000", "decoder.final_layernorm.weight")
+    with pytest.raises(MalformedCheckpoint, match=r"final_layernorm\.weight: is in two stages"):
+        open_checkpoint(folder)
+
+
 def test_a_tensor_that_is_not_known_is_refused_where_it_may_be_cut(tmp_path):
     folder = save(tmp_path / "in", model(), 2)
     for rank in ("mp_rank_00", "mp_rank_01"):

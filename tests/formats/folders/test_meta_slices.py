@@ -80,6 +80,10 @@ def test_slices_become_a_model_of_the_hub(tmp_path):
     [
         (lambda part: part.pop("output.weight"), "output.weight: is in one of"),
         (lambda part: part.update({"adapter": torch.ones(2, 2)}), "adapter: is in one of"),
+        (
+            lambda part: part.update({"output.weight": [1]}),
+            "output.weight: is not a tensor in each",
+        ),
         (lambda part: part["norm.weight"].add_(1), "norm.weight: differs between the parts"),
         (
             lambda part: part.update({"output.weight": torch.ones(3, DIM)}),

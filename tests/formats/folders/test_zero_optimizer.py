@@ -294,6 +294,13 @@ def test_ranks_that_contradict_each_other_are_refused(made, kind):
     refused(made, what)
 
 
+@pytest.mark.parametrize("made", [2], indirect=True)
+def test_elastic_states_of_fewer_groups_than_the_weights_are_refused(made):
+    for rank in range(3):
+        changed(made, rank, put("states", "base_optimizer_state", value=[{}]))
+    refused(made, "has states of 1 groups, and weights of 2")
+
+
 def test_paddings_that_are_no_sizes_are_refused(tmp_path):
     groups = [{"a": torch.rand(3, 4)}]
     for value in (7, [-1], [0, 0], ["x"], [1 << 70]):
