@@ -334,6 +334,20 @@ def test_links_are_followed_for_many_places_as_for_one(tmp_path, monkeypatch):
             assert real(place_of(path)) == os.path.realpath(path)
 
 
+def test_what_is_passed_over_is_told_with_its_reason(tmp_path):
+    model = tmp_path / "model"
+    torch.save({f"{at}.weight": torch.ones(300) for at in range(3)}, tmp_path / "all.pt")
+    convert_checkpoint(tmp_path / "all.pt", model, to="safetensors", max_shard_size=1500)
+    (tmp_path / "all.pt").rename(model / "all.pt")
+    (tmp_path / "again").symlink_to(model)
+    found = find_checkpoints(place_of(tmp_path))
+    assert [str(item.path) for item, _ in found.checkpoints] == [str(model)]
+    assert {
+        Passed(str(tmp_path / "again"), "is a link to a folder"),
+        Passed(str(model / "all.pt"), "lies in the folder of a checkpoint, but is not part of it"),
+    } <= {*found.passed}
+
+
 def test_links_to_the_folder_that_they_lie_in_are_not_followed(tmp_path):
     (tmp_path / "a").write_bytes(b"a")
     (tmp_path / "in").mkdir()
