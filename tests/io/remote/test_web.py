@@ -330,6 +330,9 @@ def test_a_server_that_asks_for_too_much_patience_is_not_waited_for(way, web):
 def test_other_headers_of_patience_are_not_believed():
     assert wait_of({"RateLimit": '"api";r=17;t=55', "Retry-After": "2"}, 429) == 2
     assert wait_of({"RateLimit": '"api";r=0;t=55', "Retry-After": "2"}, 503) == 2
+    for zone in ("GMT", "-0000"):  # which is UTC too, as RFC 2822 says
+        until = wait_of({"Retry-After": f"Wed, 21 Oct 2065 07:28:00 {zone}"}, 503)
+        assert until is not None and abs(until + time.time() - 3023335680) < 60, zone
     for text in ("", "soon", "-1", "nan", "9" * 5000, "Thu, 99 Foo 9999999 00:00:00"):
         assert wait_of({"Retry-After": text}, 503) is None, text
 
