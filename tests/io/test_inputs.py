@@ -49,6 +49,7 @@ REASONS = (
     "is read by this run, so it cannot be one of its outputs",
     "is one of the input files, and the others need it",
     "is the source or the output",
+    "which is read by this run; name another folder",
     "its name says a text",
     "lies in a source",
 )
@@ -73,6 +74,7 @@ ONE = "model-00001-of-00001.safetensors"
         "convert in.pt x.safetensors --metadata-from strings.json --save-mapping strings.json",
         "convert in.pt strings.in --metadata-from strings.in --to safetensors",
         "convert in.pt like.pt --like like.pt",
+        "convert in.pt dcp --to dcp --like dcp",
         f"convert hf hf/{INDEX} --to torch",
         f"convert hf hf/{SHARD}",
         "convert in.pt like --like like --to safetensors --max-shard-size 300",
