@@ -139,11 +139,12 @@ KINDS = ("B", "b", "H", "h", "I", "i", "f", "?", None, None, "Q", "q", "d")
 def test_each_type_of_a_number_in_the_metadata_is_read(kind, tmp_path):
     value = True if KINDS[kind] == "?" else 7
     raw = struct.pack(f"<{KINDS[kind]}", value)
-    several = made.array("a.several", kind, 2, raw * 2)
-    source = written(tmp_path, made.gguf(metadata=[made.entry("a.one", kind, raw), several]))
+    several = [made.array(f"a.{count}", kind, count, raw * count) for count in (2, 9000)]
+    source = written(tmp_path, made.gguf(metadata=[made.entry("a.one", kind, raw), *several]))
     with open_checkpoint(source) as opened:
+        assert f"a.9000 ({np.dtype(KINDS[kind])}, 9,000)" in "".join(opened.notes)
         one = json.loads(opened.metadata["a.one"])
-        assert (one, json.loads(opened.metadata["a.several"])) == (value, [value] * 2)
+        assert (one, json.loads(opened.metadata["a.2"])) == (value, [value] * 2)
     assert type(one) is type(value) or KINDS[kind] in "fd"
 
 
