@@ -1083,7 +1083,7 @@ def torchao_torch(folder: Path) -> Saved:
     return saved(
         folder / "int8.pt",
         model,
-        refused="safetensors cannot hold.*--to torch",
+        refused="safetensors cannot hold.*--dequantize",
         into="again.pt",
         into_options=("--unknown", "keep"),
         loader="`torch.load` with torchao imported",
