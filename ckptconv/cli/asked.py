@@ -54,7 +54,7 @@ def refuse_missing(given: dict[str, Any]) -> None:
         )
     path = output.path if isinstance(output, Location) else output
     command, name, offer = click.get_current_context().info_name, printable(path), ""
-    if path.suffix:
+    if isinstance(path, PurePath) and path.suffix:  # not an address that names nothing
         example = quote(str(_plausible(path, str(command))))
         offer = f", e.g. ckptconv {command} {quote(name)} {example}"
     raise click.UsageError(f"OUT is missing: name the file that {name} is to become{offer}")

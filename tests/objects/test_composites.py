@@ -95,8 +95,6 @@ def nested(sizes: Any, strides: Any, offsets: Any, count: int = 6) -> Any:
 FAR = 1 << 40
 HUGE_SCALE = whole(0, "quint8")
 HUGE_SCALE[0]["scale"] = 10**400
-NO_SCALE = whole(0)
-NO_SCALE[0]["scale"] = "half"
 INTEGER_SCALES = channels(1, 3, [0, 0, 0])
 INTEGER_SCALES[1]["scales"] = torch.ones(3, dtype=LONG)
 BAD: dict[str, tuple[Any, str]] = {
@@ -134,7 +132,6 @@ BAD: dict[str, tuple[Any, str]] = {
     "per tensor, zero point": (whole(128),
         r"its zero point is not a value of qint8 \(-128 to 127\)"),
     "per tensor, unsigned": (whole(-1, "quint8"), "its zero point is not a value of quint8"),
-    "per tensor, a scale that is text": (NO_SCALE, "its scale is not a number"),
     "per channel, scales of integers": (INTEGER_SCALES, "its scales are not floating numbers"),
     "per channel, too few scales": (channels(1, 2, [0, 0, 0]), "for each of its 3 channels"),
     "per channel, too many zero points": (channels(0, 2, [0, 0, 0]), "for each of its 2 channels"),
@@ -203,6 +200,17 @@ def torch_file(folder: Path, recipe: dict[str, Any], parts: Parts) -> Path:
         value = Rebuilt(torch._utils._rebuild_qtensor, args)
     torch.save({"w": torch.ones(2), "odd": value}, folder / "odd.pt")
     return folder / "odd.pt"
+
+
+def test_a_scale_that_is_text_is_refused(tmp_path):
+    recipe, parts = whole(0)
+    path = torch_file(tmp_path, recipe | {"scale": "half"}, parts)
+    for attempt in (
+        lambda: load_portable(path),
+        lambda: convert_checkpoint(path, tmp_path / "out.pt", fsync=False),
+    ):
+        with pytest.raises(MalformedCheckpoint, match="its scale is not a number"):
+            attempt()
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -631,7 +631,7 @@ def test_a_mean_with_quantised_weights_is_that_of_their_values(tmp_path):
     sources, out = [sample, tmp_path / "other.safetensors"], tmp_path / "out.safetensors"
     average_checkpoints(sources, out, dequantize=True, verify=True)
     for key, value in load_file(out).items():
-        one = expected_of(sample)[key].half().double()
+        one = expected_of(sample)[key].double()  # it is rounded in the mean alone
         assert is_same(value, ((one + other[key].double()) / 2).half()), key
 
 
