@@ -349,10 +349,7 @@ def find_wrappers(keys: Iterable[str]) -> tuple[str, ...]:
     ]
     if inside:
         keys = [drop_unmistakable(key) for key in keys]
-    depth = next(map(_depth, keys), 0)
-    if depth and not all_start(keys, LEAD * depth):
-        depth = min(map(_depth, keys))
-    return (*[MODULE] * depth, *inside)
+    return (*[MODULE] * _depth_of_all(keys), *inside)
 
 
 LEAD = MODULE + "."
@@ -378,6 +375,14 @@ def find_wrapped_parts(keys: Collection[str]) -> tuple[str, ...]:
     if led and {key[len(LEAD) :] for key in led}.isdisjoint(keys):
         found.insert(0, LEAD)
     return tuple(found)
+
+
+def _depth_of_all(keys: Sequence[str]) -> int:
+    """How often ``module.`` is the first segment of every key."""
+    depth = next(map(_depth, keys), 0)
+    if depth and not all_start(keys, LEAD * depth):
+        return min(map(_depth, keys))
+    return depth
 
 
 def _depth(key: str) -> int:
@@ -437,7 +442,8 @@ def wrapper_steps(
             steps.append(stripping(found.count(MODULE)))
         return found, steps
     if word == "module":
-        depth = found.count(MODULE)  # behind what all keys have, it is a module's own name
+        # as the keys are, with the other wrappers; behind what all have, it is a module's own name
+        depth = _depth_of_all(telling)
         return found, [stripping(depth) if depth else bare_key]
     if word == "add-module" and not all_start(telling, LEAD):
         return found, [lambda key: key if key in beside else LEAD + key]
