@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from ckptconv.support.errors import on_command_line
 from helpers.costs import pytest_configure  # noqa: F401 (pytest finds it here)
@@ -67,6 +68,10 @@ def needs(path: Path, wanted: str) -> bool:
     return False
 
 
+gc.disable()  # until all is collected
+# a machine may be slow: no example has a deadline
+settings.register_profile("slow machines", deadline=None)
+settings.load_profile("slow machines")
 OF_TORCH = {"safetensors.torch"}
 TORCHLESS = importlib.util.find_spec("torch") is None
 collect_ignore = [
@@ -104,6 +109,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     if not any(item.get_closest_marker("readme") for item in session.items):
         for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "AWS_CA_BUNDLE", "SSL_CERT_DIR"):
             os.environ.pop(name, None)

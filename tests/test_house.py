@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import ast
 import re
+from typing import get_args
 
 import pytest
 
+from ckptconv.formats.target_format import Target
 from helpers.house import (
     MODULES,
     PACKAGE,
@@ -196,3 +198,87 @@ def test_nothing_unpickles_or_evaluates():
         "convert.named_models",
         "formats.containers",
     }
+
+
+def parsed_formats(tree: ast.Module) -> list[str]:
+    """Where the name of a container is compared or looked into."""
+    found = []
+    for node in nodes(tree):
+        parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            parts = [node.func.value] if node.func.attr in ("startswith", "endswith") else []
+        found += [
+            ast.unparse(node)
+            for part in parts
+            if isinstance(part, ast.Attribute) and part.attr in ("format", "source_format")
+        ]
+    return found
+
+
+def test_no_module_looks_into_the_name_of_a_container():
+    assert {
+        module: found for module, tree in trees().items() if (found := parsed_formats(tree))
+    } == {}
+    parsed = parsed_formats(ast.parse('a.format == "x" or b.format.startswith("torch")'))
+    assert len(parsed) == 2
+
+
+def compared_names(tree: ast.Module) -> list[str]:
+    """The names of output formats that are compared with something in a module."""
+    words = {*get_args(Target)}
+    return [
+        part.value
+        for node in nodes(tree)
+        if isinstance(node, ast.Compare)
+        for part in [node.left, *node.comparators]
+        if isinstance(part, ast.Constant) and part.value in words
+    ]
+
+
+PACKAGE_TORCH = ("live.load", "scan.script_code")
+"""They ask whether a name is that of the package torch."""
+
+
+def test_no_module_outside_formats_asks_for_a_format_by_its_name():
+    packages = {"convert", "live", "doctor", "inspect", "cli", "diff", "scan", "tree"}
+    asking = {
+        module: found
+        for module, tree in trees().items()
+        if package_of(module) in packages
+        and module not in PACKAGE_TORCH
+        and (found := compared_names(tree))
+    }
+    assert asking == {}
+    assert compared_names(ast.parse('plan.to == "torch" or "dcp" != to')) == ["torch", "dcp"]
+
+
+def test_nobody_outside_io_opens_files_or_asks_for_the_kind_of_a_source():
+    kinds = {"FileSource", "PooledSource"}
+    wrong = {
+        f"{module}: {name}"
+        for module in MODULES
+        for name in imports_of(module)
+        if package_of(module) != "io" and name.rpartition(".")[2] in kinds
+    }
+    assert wrong == set()
+    kinds |= {"InflatedSource", "RangeSource", "MemorySource"}
+    sniffs = {
+        f"{module}: {ast.unparse(node)}"
+        for module, tree in trees().items()
+        for node in nodes(tree)
+        if kinds & {part.id for part in asked_for(node) if isinstance(part, ast.Name)}
+    }
+    assert sniffs == set()
+
+
+def asked_for(node: ast.AST) -> list[ast.expr]:
+    """The types that an expression asks for, by `isinstance` or by comparing the type."""
+    if isinstance(node, ast.Call) and is_named(node.func, "isinstance"):
+        return [part for part in ast.walk(node.args[1]) if isinstance(part, ast.expr)]
+    if isinstance(node, ast.Compare) and isinstance(node.left, ast.Call):
+        return node.comparators if is_named(node.left.func, "type") else []
+    return []
+
+
+def is_named(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import pickle
 import threading
@@ -17,7 +16,7 @@ from ckptconv import formats, inspect_checkpoint, open_checkpoint
 from ckptconv.formats.containers import named, scanned_first
 from ckptconv.support.errors import UnsupportedCheckpoint
 from ckptconv.tree.checkpoint import UNKNOWN, Container
-from helpers.house import MODULES, nodes, package_of, trees
+from helpers.house import MODULES, package_of
 
 CONTAINERS = {
     f"{module}.{name}": value
@@ -50,29 +49,6 @@ def test_a_checkpoint_has_a_format_as_text_and_facts_go_through_pickles(tmp_path
         facts = inspect_checkpoint(opened)
     again = pickle.loads(pickle.dumps(facts))
     assert (again.format, again.opening) == (facts.format, facts.opening)
-
-
-def parsed_formats(tree: ast.Module) -> list[str]:
-    """Where the name of a container is compared or looked into."""
-    found = []
-    for node in nodes(tree):
-        parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            parts = [node.func.value] if node.func.attr in ("startswith", "endswith") else []
-        found += [
-            ast.unparse(node)
-            for part in parts
-            if isinstance(part, ast.Attribute) and part.attr in ("format", "source_format")
-        ]
-    return found
-
-
-def test_no_module_looks_into_the_name_of_a_container():
-    assert {
-        module: found for module, tree in trees().items() if (found := parsed_formats(tree))
-    } == {}
-    parsed = parsed_formats(ast.parse('a.format == "x" or b.format.startswith("torch")'))
-    assert len(parsed) == 2
 
 
 def test_a_format_that_another_thread_is_importing_is_waited_for(tmp_path, monkeypatch):

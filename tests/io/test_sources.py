@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import os
 import pickle
@@ -20,7 +19,6 @@ from ckptconv.support import platforms
 from ckptconv.support.errors import CheckpointError, LimitExceeded, MalformedCheckpoint
 from ckptconv.support.limits import limits
 from helpers.conformance import BYTES, SlowSource, SourceConformance, pattern
-from helpers.house import MODULES, imports_of, nodes, package_of, trees
 
 
 def written(room: Path, content: bytes) -> Path:
@@ -313,38 +311,6 @@ def test_a_record_that_inflates_to_something_else_is_refused(deflated_more, size
 def test_a_bomb_is_refused_before_it_is_inflated():
     with limits(inflated_free=1000, inflated_ratio=10), pytest.raises(LimitExceeded, match="bomb"):
         InflatedSource(MemorySource(b"x" * 100, Path("a.zip")), 0, 100, 2000, 0, "record", Spool())
-
-
-def test_nobody_outside_io_opens_files_or_asks_for_the_kind_of_a_source():
-    kinds = {"FileSource", "PooledSource"}
-    wrong = {
-        f"{module}: {name}"
-        for module in MODULES
-        for name in imports_of(module)
-        if package_of(module) != "io" and name.rpartition(".")[2] in kinds
-    }
-    assert wrong == set()
-    kinds |= {"InflatedSource", "RangeSource", "MemorySource"}
-    sniffs = {
-        f"{module}: {ast.unparse(node)}"
-        for module, tree in trees().items()
-        for node in nodes(tree)
-        if kinds & {part.id for part in asked_for(node) if isinstance(part, ast.Name)}
-    }
-    assert sniffs == set()
-
-
-def asked_for(node: ast.AST) -> list[ast.expr]:
-    """The types that an expression asks for, by `isinstance` or by comparing the type."""
-    if isinstance(node, ast.Call) and is_named(node.func, "isinstance"):
-        return [part for part in ast.walk(node.args[1]) if isinstance(part, ast.expr)]
-    if isinstance(node, ast.Compare) and isinstance(node.left, ast.Call):
-        return node.comparators if is_named(node.left.func, "type") else []
-    return []
-
-
-def is_named(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
 
 
 def test_a_small_read_is_right_whatever_another_thread_reads_meanwhile(tmp_path, monkeypatch):

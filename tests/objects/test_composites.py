@@ -320,7 +320,6 @@ def test_what_is_odd_but_right_is_taken(tmp_path):
 
 
 @settings(
-    deadline=None,
     max_examples=examples(60),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -340,7 +339,6 @@ def test_coo_indices_are_refused_just_where_torch_s_own_check_refuses(
 
 
 @settings(
-    deadline=None,
     max_examples=examples(60),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -53,7 +53,7 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
 
 
 @given(st.lists(arrays(), min_size=1, max_size=3), st.sampled_from([2, 3, 4, 5]))
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 def test_arrays_become_the_tensors_that_torch_makes_of_them(made, protocol):
     tree = {"w": torch.ones(2), **{f"array{number}": array for number, array in enumerate(made)}}
     with tempfile.TemporaryDirectory() as name:

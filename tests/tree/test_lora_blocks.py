@@ -44,7 +44,7 @@ def matrices(rank, seed, rows=14):
     return torch.randn(rows, rank), torch.randn(rank, COLUMNS)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ranks=st.lists(st.integers(0, 3), min_size=4, max_size=4), seed=st.integers(0, 99))
 def test_blocks_come_apart_as_they_were_put_together(refs, ranks, seed):
     if not any(ranks):
