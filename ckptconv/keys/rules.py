@@ -388,7 +388,7 @@ def _depth_of_all(keys: Sequence[str]) -> int:
 def _depth(key: str) -> int:
     """How often a key starts with ``module.`` before something else, its last segment at least."""
     at = _end_of_lead(key, len(key))
-    return at // len(LEAD) - (at == len(key))
+    return at // len(LEAD) - (0 < at == len(key))
 
 
 def _end_of_lead(key: str, most: int) -> int:
