@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -165,7 +166,7 @@ def _ending(code: int | None) -> str:
 
 
 def _work(pipe: Any, held: int | None, threads: int) -> None:
-    """What a worker does: task after task, until there is nobody to give it one."""
+    """What a worker does: it makes itself ready, and serves."""
     for name in ("CKPTCONV_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, str(threads))
     platforms.tame_blas()
@@ -173,6 +174,16 @@ def _work(pipe: Any, held: int | None, threads: int) -> None:
     stop_in_good_order()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver has heard it, and says what to do
     threading.Thread(target=_end_with_driver, name="ckptconv-watch", daemon=True).start()
+    try:
+        _serve(pipe)
+    except MemoryError:  # there is not enough to say so: the driver tells of a worker that is lost
+        sys.exit(1)
+    if held is not None:
+        os.close(held)
+
+
+def _serve(pipe: Any) -> None:
+    """Do task after task, until there is nobody to give one."""
     # what a job makes goes with it; to look for cycles while it runs costs a sixth of a small one
     gc.disable()
     with closing(KeptFolder()) as folder:
@@ -190,8 +201,6 @@ def _work(pipe: Any, held: int | None, threads: int) -> None:
             del work, given
             if gc.get_count()[0] > _MANY_NEW:
                 gc.collect(1)  # what is new alone
-    if held is not None:
-        os.close(held)
 
 
 def _end_with_driver() -> None:
