@@ -110,7 +110,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    gc.set_threshold(10_000, 20, 20)  # a test makes little garbage, and many make little each
     if not any(item.get_closest_marker("readme") for item in session.items):
         for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "AWS_CA_BUNDLE", "SSL_CERT_DIR"):
             os.environ.pop(name, None)

@@ -343,7 +343,7 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
     "regex": partial(paired, "regex"),
 }
 # what raises `OptionRefused` for an option of a type; each option that is not plain, has no choices
-# and is no rule has its type here
+# and is not a rule has its type here
 _REFUSING: dict[Any, Callable[..., object]] = {
     "bool": refuse_no_flag,
     "str | None": refuse_no_text,

@@ -201,7 +201,7 @@ def _parts(
     if only == (None, None) and keys == KEEP and _is_open(first) and _is_open(second):
         return first.root, second.root, [], [], [_ALL]
     ours, theirs = first.state_dict(only[0]), _second_part(lambda: second.state_dict(only[1]), only)
-    # globs choose keys of both, names change in the first alone; wrappers are no part of a name
+    # globs choose keys of both, names change in the first alone; wrappers are not part of a name
     theirs_too = keys if keys.globs.rules == keys.rules else keys.globs
     renamed, others = _mapped(ours, keys, first), _mapped(theirs, theirs_too, second)
     _refuse_idle(renamed.keys, others.keys, keys, first)

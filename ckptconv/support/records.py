@@ -155,7 +155,7 @@ class _Declared:
         return dataclasses.dataclass(
             init=init,
             frozen=init and self.frozen,
-            slots=init,  # fields that are no parameters are set then
+            slots=init,  # fields that are not parameters are set then
             kw_only=self.kw_only,
             eq=False,
             repr=False,
