@@ -224,9 +224,12 @@ def _read_all(*files: int) -> list[bytes]:
     return [bytes(found[file]) for file in files]
 
 
-_THERE = ("numpy", "ml_dtypes", "safetensors", "botocore.session", "click._textwrap", "unicodedata")
+_THERE = (
+    "numpy.ma", "ml_dtypes", "safetensors", "botocore.session", "click._textwrap", "unicodedata",
+    "encodings.idna", "encodings.unicode_escape", "xxhash", "zstandard",
+)  # fmt: skip
 NEEDED = tuple(name for name in _THERE if find_spec(name.partition(".")[0]))
-TORCH = (*NEEDED, "torch", "torch.distributed.checkpoint")
+TORCH = (*NEEDED, "torch", "torch.distributed.checkpoint", "torch._dynamo")
 """What a run would import by itself, the client of S3 too, which takes a quarter of a second."""
 ASKS_TORCH = {"devices", "doctor", "--model", "dcp", "auto"}
 """Words of command lines that need torch; such a run is forked from a process that has it."""

@@ -685,7 +685,7 @@ def read(kind: str, room: Path) -> Tensors | None:
     return (file_at if kind == "file" else set_at)(names[kind])(room)
 
 
-ROUNDS = 8 if ALL else 3
+ROUNDS = 8 if ALL else 1
 """Processes are forked in each, which costs a second where torch is loaded."""
 
 

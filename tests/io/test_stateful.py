@@ -289,7 +289,7 @@ class Folders(Outputs):
 
 
 SHORT = settings(
-    max_examples=12,
+    max_examples=6,
     stateful_step_count=12,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -18,7 +18,7 @@ from ckptconv.io.remote.output import RemoteOutput
 from ckptconv.io.remote.uploads import key_of_hidden
 from ckptconv.support.limits import limits
 from helpers.conformance import DestinationConformance, pattern
-from helpers.examples import crossed
+from helpers.examples import crossed, some
 from helpers.memory_bucket import Bucket, S3InMemory, bucket, bucket_place  # noqa: F401
 
 INDEX = "m.bin.index.json"
@@ -106,9 +106,10 @@ def checkpoint(tmp_path):
 KINDS = {
     "file": {},
     "file, verified": {"verify": True},
-    "set": {"max_shard_size": 100_000},
     "set, verified": {"max_shard_size": 100_000, "verify": True},
+    "set": {"max_shard_size": 100_000},
 }
+WRITTEN = some(2, [pytest.param(options, id=name) for name, options in KINDS.items()])
 
 
 def converted(source, **options) -> None:
@@ -212,7 +213,7 @@ def test_it_is_made_again_where_something_is_replaced(written, kind, checkpoint,
         assert_nothing_hidden(bucket, number, kind)
 
 
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("options", WRITTEN)
 def test_a_request_that_is_refused_leaves_nothing(options, checkpoint, bucket):  # noqa: F811
     for number in each_request(bucket, "final"):
         begin(bucket)
@@ -227,7 +228,7 @@ def test_a_request_that_is_refused_leaves_nothing(options, checkpoint, bucket): 
     assert number > 5
 
 
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("options", WRITTEN)
 def test_a_request_that_is_refused_leaves_what_was_there_or_no_index(
     options,
     checkpoint,
@@ -258,7 +259,7 @@ def test_a_request_that_is_refused_leaves_what_was_there_or_no_index(
 # ----------------------------------------------------------- others, Ctrl-C, and what a kill leaves
 
 
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("options", WRITTEN)
 def test_of_two_writers_one_wins_and_the_other_leaves_nothing(options, checkpoint, bucket):  # noqa: F811
     """The second one is done when the first is about to let its object appear."""
     ended: list[str] = []
@@ -295,7 +296,7 @@ class Stopped(KeyboardInterrupt):
     """Ctrl-C."""
 
 
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("options", WRITTEN)
 def test_ctrl_c_leaves_nothing(options, checkpoint, bucket, monkeypatch):  # noqa: F811
     """It comes with the first, the second… stretch that is copied, as progress tells it."""
     stopped = 0
@@ -317,7 +318,7 @@ def test_ctrl_c_leaves_nothing(options, checkpoint, bucket, monkeypatch):  # noq
     assert stopped >= 1
 
 
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("options", WRITTEN)
 def test_a_kill_leaves_what_is_found_and_nothing_else(options, checkpoint, bucket):  # noqa: F811
     """The process is gone after each request in turn: nothing more that it asks for is done."""
     found = set()
