@@ -151,7 +151,8 @@ def _step(source: DType, target: DType, size: int) -> Callable[[Bits, Bits], int
 
 def _widen_bfloat16(items: Bits, codes: Bits) -> int:
     """The leading half of float32: a seventh of the time of a look-up."""
-    np.left_shift(items, np.uint32(16), out=codes)
+    # numpy 1 would shift the 16 bits of an item by the scalar's value, and so give zeros
+    np.left_shift(items, 16, out=codes, dtype=np.uint32)
     return 0
 
 

@@ -318,6 +318,7 @@ def test_it_is_never_written_as_its_bytes(output, tmp_path):
 
 
 def test_it_is_not_loaded_as_its_bytes(tmp_path):
+    pytest.importorskip("torch")
     with pytest.raises(RefusedObject, match="dequantize"):
         load_portable(quantised(tmp_path))
 

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 
-def certificate(folder: Path, name: str, *, years: tuple[int, int] = (2020, 2040)) -> Path:
+def certificate(
+    folder: Path, name: str, *, years: tuple[int, int] = (2020, 2040), usage: str = "keyCertSign"
+) -> Path:
     """A certificate for `name` (an address or a host) and its key, from the first of the `years` to
-    the second; the file beside it that ends in ``.crt`` is that of the authority.
+    the second; the file beside it that ends in ``.crt`` is that of the authority, for that `usage`.
     """
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not here")
@@ -24,9 +26,12 @@ def certificate(folder: Path, name: str, *, years: tuple[int, int] = (2020, 2040
         f"[ca]\ndefault_ca=d\n[d]\ndatabase={folder}/index.txt\nnew_certs_dir={folder}\n"
         "default_md=sha256\npolicy=p\nrand_serial=yes\n[p]\ncommonName=supplied\n"
         f"[e]\nbasicConstraints=CA:FALSE\nsubjectAltName={kind}:{name}\n"
+        "subjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
     )
     new = ("openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    _run(*new, "-x509", "-days", 900, "-keyout", key, "-out", authority, "-subj", "/CN=authority")
+    for_it = ("-addext", f"keyUsage={usage}") if usage else ()
+    own = ("-x509", "-days", 900, "-subj", "/CN=authority", *for_it)
+    _run(*new, *own, "-keyout", key, "-out", authority)
     _run(*new, "-new", "-keyout", file, "-out", request, "-subj", f"/CN={name}")
     _run(
         *("openssl", "ca", "-batch", "-notext", "-config", folder / "ca.conf", "-extensions", "e"),

@@ -229,7 +229,8 @@ _THERE = (
     "encodings.idna", "encodings.unicode_escape", "xxhash", "zstandard",
 )  # fmt: skip
 NEEDED = tuple(name for name in _THERE if find_spec(name.partition(".")[0]))
-TORCH = (*NEEDED, "torch", "torch.distributed.checkpoint", "torch._dynamo")
+_OF_TORCH = ("torch", "torch.distributed.checkpoint", "torch._dynamo")
+TORCH = NEEDED if find_spec("torch") is None else (*NEEDED, *_OF_TORCH)
 """What a run would import by itself, the client of S3 too, which takes a quarter of a second."""
 ASKS_TORCH = {"devices", "doctor", "--model", "dcp", "auto"}
 """Words of command lines that need torch; such a run is forked from a process that has it."""

@@ -20,7 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LONG = ("tests/trust",)
 """Hostile files and long proofs; `make test` runs a sample of them, `make trust` the rest."""
-TOOLS = ("pytest", "pytest-xdist", "hypothesis", "pyyaml")
+EXTRAS = ("yaml", "remote", "hub", "delta")
+"""Those that need no torch."""
+TOOLS = ("pytest", "pytest-xdist", "hypothesis")
 
 
 def main(arguments: list[str]) -> int:
@@ -90,7 +92,8 @@ def tested(python: str, version: str, *, lowest: bool) -> str:
         "--constraint",
         limits,
     ]
-    if subprocess.run([*pip, "--editable", str(ROOT), *TOOLS], check=False).returncode:
+    program = f"{ROOT}[{','.join(EXTRAS)}]"
+    if subprocess.run([*pip, "--editable", program, *TOOLS], check=False).returncode:
         return "the dependencies could not be installed: failed"
     left_out = [f"--ignore={name}" for name in LONG]
     done = subprocess.run(
@@ -102,16 +105,17 @@ def tested(python: str, version: str, *, lowest: bool) -> str:
 
 
 def floors(pyproject: str) -> list[str]:
-    """``name==floor`` for each dependency, but for torch and the tools of development.
+    """``name==floor`` for each dependency, and for those of the extras that need no torch.
 
     >>> needed = '"click>=8.1.7",\\n"isal>=1.6; platform_machine == \\'x86_64\\'"'
-    >>> floors(f'dependencies = [\\n{needed},\\n]\\nyaml = ["pyyaml>=6"]')
-    ['click==8.1.7', 'isal==1.6', 'pyyaml==6']
+    >>> extras = 'yaml = ["pyyaml>=6"]\\nray = ["ray>=2.9"]\\nhub = ["huggingface_hub>=1"]'
+    >>> floors(f'dependencies = [\\n{needed},\\n]\\n{extras}')
+    ['click==8.1.7', 'isal==1.6', 'pyyaml==6', 'huggingface_hub==1']
     """
     needed = re.search(r"^dependencies = \[\n(.*?)^\]", pyproject, re.MULTILINE | re.DOTALL)
-    extra = re.search(r"^yaml = \[(.*?)\]", pyproject, re.MULTILINE)
-    assert needed and extra
-    found = re.findall(r'"([a-z-]+)>=([0-9.]+)', needed[1] + extra[1])
+    extras = re.findall(rf"^(?:{'|'.join(EXTRAS)}) = \[(.*)\]$", pyproject, re.MULTILINE)
+    assert needed and extras
+    found = re.findall(r'"([a-z0-9_-]+)>=([0-9.]+)', needed[1] + "".join(extras))
     return [f"{name}=={floor}" for name, floor in found]
 
 

@@ -189,7 +189,7 @@ def test_records_derive_from_records():
         kinds.append(Derived)
     theirs, ours = kinds
     assert str(inspect.signature(ours)) == str(inspect.signature(theirs))
-    assert ours.__slots__ == theirs.__slots__
+    assert ours.__slots__ == ("seen",)  # as theirs from Python 3.11 on
     assert repr(ours(key="a", seen=["b"])) == repr(theirs(key="a", seen=["b"]))
     assert ours(key="a", seen=["b"]) == ours(key="a")
     assert ours.__base__(key="a").most == 7

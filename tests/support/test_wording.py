@@ -107,8 +107,7 @@ def _called_from_python() -> Iterator[None]:
 
 @pytest.fixture
 def room(tmp_path):
-    import torch
-
+    torch = pytest.importorskip("torch")
     torch.save({"a": {"w": torch.ones(2)}, "b": {"w": torch.ones(2)}}, tmp_path / "two.pt")
     (tmp_path / "there.pt").write_bytes(b"")
     return tmp_path

@@ -201,6 +201,11 @@ _UNREACHED: dict[str, _Meaning] = {
         "has a certificate that this machine does not trust",
         "SSL_CERT_FILE names the file or folder of yours (for S3 AWS_CA_BUNDLE too)",
     ),
+    "rules": (
+        "final",
+        "has a certificate, or its authority has one, that breaks a rule of RFC 5280",
+        "Python 3.13 and newer hold them; have it made anew, or use an older Python",
+    ),
     "plain": ("final", "does not speak TLS there", "write http:// if that is meant"),
     "TLS": ("passing", "does not speak TLS as it should", None),
     "password": (
@@ -232,7 +237,10 @@ _IN_OBSTORE = (
     ("kind: Connect", "down"), ("tcp connect error", "down"), ("Connection refused", "down"),
 )  # fmt: skip
 
-_BY_CODE = {9: "early", 10: "expired", 62: "host", 64: "host"}  # of OpenSSL's verification
+_STRICT = range(80, 95)  # X509_V_FLAG_X509_STRICT, in x509_vfy.h of OpenSSL 3
+_BY_CODE = {  # of OpenSSL's verification
+    9: "early", 10: "expired", 62: "host", 64: "host", **dict.fromkeys(_STRICT, "rules"),
+}  # fmt: skip
 _BY_NAME = (
     ("ProxyError", "proxy"), ("ProxyConnectionError", "proxy"), ("SSLError", "TLS"),
     ("gaierror", "nameless"), ("NewConnectionError", "down"), ("ConnectTimeoutError", "down"),

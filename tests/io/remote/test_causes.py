@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -13,8 +15,10 @@ import pytest
 
 from ckptconv import CheckpointError, convert_checkpoint
 from ckptconv.io.places import place_of
+from ckptconv.io.remote.causes import not_connected
 from ckptconv.support.limits import limits
 from helpers.certificates import certificate, serving
+from helpers.paths import SAMPLES
 from helpers.scripted_server import Web
 
 WHO = {"https": "127.0.0.1", "s3": "S3", "s3 writing": "S3"}
@@ -33,14 +37,14 @@ def _somebody(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def ask(monkeypatch, tmp_path, torch_file) -> Callable[[str, str], str]:
+def ask(monkeypatch, tmp_path) -> Callable[[str, str], str]:
     """Ask a server, and tell how that ends."""
 
     def asked(asker: str, server: str) -> str:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server)
         with limits(remote_seconds=60), pytest.raises(CheckpointError) as raised:
             if asker == "s3 writing":
-                convert_checkpoint(torch_file, "s3://bucket/a.safetensors", force=True)
+                convert_checkpoint(SAMPLES / "tied.pt", "s3://bucket/a.safetensors", force=True)
             else:
                 address = f"{server}/a.pt" if asker == "https" else "s3://bucket/a.pt"
                 with closing(place_of(address).open()) as source:
@@ -53,14 +57,6 @@ def ask(monkeypatch, tmp_path, torch_file) -> Callable[[str, str], str]:
         return said.removeprefix("cannot be written: ").removesuffix("; nothing was left behind")
 
     return asked
-
-
-@pytest.fixture
-def torch_file(tmp_path) -> Path:
-    import torch
-
-    torch.save({"w": torch.ones(3)}, tmp_path / "in.pt")
-    return tmp_path / "in.pt"
 
 
 @contextmanager
@@ -92,6 +88,20 @@ def test_a_certificate_that_nobody_trusts(asker, ask, tmp_path):
     with safe(tmp_path) as (_, address):
         says = "has a certificate that this machine does not trust; SSL_CERT_FILE names"
         assert ask(asker, address).startswith(f"{WHO[asker]} {says}")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 13), reason="older Pythons do not look")
+def test_an_authority_whose_use_is_not_said(ask, tmp_path, monkeypatch):
+    file = certificate(tmp_path, "127.0.0.1", usage="")
+    with Web(context=serving(file)) as web:
+        monkeypatch.setenv("SSL_CERT_FILE", f"{file}.crt")
+        assert "breaks a rule of RFC 5280" in ask("https", f"https://127.0.0.1:{web.port}")
+
+
+def test_what_openssl_says_of_rules_is_told():
+    error = ssl.SSLCertVerificationError()
+    error.verify_code = 92  # X509_V_ERR_CA_CERT_MISSING_KEY_USAGE
+    assert "breaks a rule of RFC 5280" in str(not_connected(error, "127.0.0.1"))
 
 
 @each

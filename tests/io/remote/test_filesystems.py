@@ -114,6 +114,7 @@ class TestFileReadBack(Written):
 def test_a_checkpoint_is_converted_from_and_to_a_file_system(tmp_path, capsys):
     from ckptconv import convert_checkpoint
 
+    pytest.importorskip("torch")
     put("/whole/in.pt", (SAMPLES / "tied.pt").read_bytes())
     convert_checkpoint("memory://whole/in.pt", "memory://whole/out.safetensors", verify=True)
     made = load_portable("memory://whole/out.safetensors")

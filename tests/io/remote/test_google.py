@@ -120,6 +120,7 @@ class TestWrittenReadBack(Written):
 
 
 def test_a_checkpoint_is_converted_from_and_to_it(google):
+    pytest.importorskip("torch")
     google.put("in.pt", (SAMPLES / "tied.pt").read_bytes())
     convert_checkpoint("gs://bucket/in.pt", "gs://bucket/run/out.safetensors", verify=True)
     made = load_portable("gs://bucket/run/out.safetensors")
