@@ -99,11 +99,11 @@ def on_terminal(*arguments: str, rows: int, **env: str) -> str:
 
 
 def test_a_terminal_gets_the_page_rendered_and_a_long_one_in_a_pager():
-    long = on_terminal("help", "keys", rows=20, PAGER="sed s/^/PAGED:/")
+    long = on_terminal("help", "keys", rows=20, PAGER="sed s_^_PAGED:_")
     assert long.count("PAGED:") > 50
     assert help_pages.topics()["keys"] in long and "# Keys" not in long
     assert "```" not in long and "|---|" not in long
-    short = on_terminal("help", "remote", rows=1000, PAGER="sed s/^/PAGED:/")
+    short = on_terminal("help", "remote", rows=1000, PAGER="sed s_^_PAGED:_")
     assert "PAGED:" not in short and "Checkpoints elsewhere" in short and "\x1b[" in short
 
 

@@ -185,7 +185,7 @@ def _library(path: PurePath) -> HfApi:
         from huggingface_hub import HfApi
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError:
-        what, hint = "needs huggingface_hub to be written", "pip install 'huggingface_hub>=1'"
+        what, hint = "needs huggingface_hub to be written", "pip install 'huggingface_hub>=1.4'"
         raise MissingDependency(what, path=path, hint=hint) from None
     disable_progress_bars()  # this program shows its own
     return HfApi(endpoint(), token=hub_token() or False, library_name="ckptconv")

@@ -20,7 +20,7 @@ from ckptconv.support import platforms
 from ckptconv.support.errors import CheckpointError, UnsupportedCheckpoint
 from ckptconv.support.records import NamedTuple
 
-EXTRA = "pip install 'obstore>=0.8' 'botocore>=1.36' 'urllib3>=2.2.1'"
+EXTRA = "pip install 'obstore>=0.11' 'botocore>=1.36' 'urllib3>=2.2.1'"
 
 
 def needed(name: str, address: str) -> Any:
