@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckptconv.devices.nvidia_smi import Gpu, ask_gpus
 from ckptconv.support.errors import DeviceUnavailable, MissingDependency, printable
 from ckptconv.support.records import dataclass
+from ckptconv.support.signals import held_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -164,7 +165,8 @@ def _torch_gpu(torch: Any, index: int, listed: Iterable[Gpu], notes: list[str]) 
 def _import_torch(notes: list[str]) -> Any:
     """torch, or None; a note says when it is installed and broken (lacks a shared library, say)."""
     try:
-        import torch
+        with held_back():  # a stop that comes within its C++ code aborts the process
+            import torch
     except Exception as error:  # what is half installed may raise anything
         if not isinstance(error, ImportError) or error.name != "torch":
             notes.append(f"torch is installed but cannot be imported: {_first_sentence(error)}")

@@ -21,6 +21,7 @@ from ckptconv.io.destination import new_file
 from ckptconv.objects.plain import plain_form
 from ckptconv.pickles.nodes import Call, Dict, Node, mapping_pairs, seen_through
 from ckptconv.support.errors import OutputRefused, RefusedObject, printable
+from ckptconv.support.signals import held_back
 from ckptconv.support.text import some_text
 from ckptconv.tensors.compaction import CastRule
 from ckptconv.tree.optimizer_forms import OF_LOADER, refuse_shares
@@ -117,11 +118,12 @@ def write_dcp(plain: Path, folder: Path, name: PurePath) -> None:
 
     require_torch("writing a DCP folder")
     try:
-        import torch
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-        from torch.distributed.checkpoint.state_dict_saver import save
+        with held_back():
+            import torch
+            from torch.distributed.checkpoint.api import CheckpointException
+            from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+            from torch.distributed.checkpoint.filesystem import FileSystemWriter
+            from torch.distributed.checkpoint.state_dict_saver import save
     except ImportError as error:
         what, hint = "needs a version of torch that writes DCP folders", "pip install 'torch>=2.2'"
         raise OutputRefused(what, path=name, hint=hint) from error

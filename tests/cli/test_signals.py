@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from helpers.program import PROGRAM, SAMPLES, run_process
+from helpers.program import PROGRAM, ROOT, SAMPLES, run_process
 
 DROPPED = """
 import signal, sys, time
@@ -139,3 +140,22 @@ def test_a_stop_that_comes_while_a_class_is_made_is_one(name, code, more, tmp_pa
     done = script(text, *words, *more, cwd=tmp_path)
     assert done.exit == code and "Traceback" not in done.err
     assert ("Interrupted" in done.out) is bool(more)
+
+
+STOPPED_TORCH = """
+import os, pathlib, signal
+os.kill(os.getpid(), signal.SIGINT)
+pathlib.Path("imported").touch()
+class Tensor: pass
+"""
+
+
+def test_a_stop_while_torch_is_imported_waits_for_its_end(tmp_path):
+    """Within torch's C++ code, what a handler raises aborts the process."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(STOPPED_TORCH)
+    env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    words = ("convert", SAMPLES / "dp_cuda0.pt", "out", "--to", "dcp")
+    done = run_process(*words, cwd=tmp_path, env=env)
+    assert done.exit == 130 and "Traceback" not in done.err, done.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["imported", "torch"]
