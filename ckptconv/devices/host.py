@@ -10,6 +10,7 @@ import functools
 import os
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -164,8 +165,11 @@ def _torch_gpu(torch: Any, index: int, listed: Iterable[Gpu], notes: list[str]) 
 
 def _import_torch(notes: list[str]) -> Any:
     """torch, or None; a note says when it is installed and broken (lacks a shared library, say)."""
+    # a stop that comes within its C++ code, while it is imported, aborts the process; once it is
+    # there, handlers that are the caller's are left alone
+    importing = held_back() if "torch" not in sys.modules else nullcontext()
     try:
-        with held_back():  # a stop that comes within its C++ code aborts the process
+        with importing:
             import torch
     except Exception as error:  # what is half installed may raise anything
         if not isinstance(error, ImportError) or error.name != "torch":
