@@ -22,7 +22,8 @@ LONG = ("tests/trust",)
 """Hostile files and long proofs; `make test` runs a sample of them, `make trust` the rest."""
 EXTRAS = ("yaml", "remote", "hub", "delta")
 """Those that need no torch."""
-TOOLS = ("pytest", "pytest-xdist", "hypothesis")
+TOOLS = ("pytest", "pytest-xdist", "hypothesis", "hatchling", "hatch-fancy-pypi-readme")
+"""What the tests run with; in CI, one that is not here fails them."""
 
 
 def main(arguments: list[str]) -> int:
