@@ -62,6 +62,29 @@ class _Kind(NamedTuple):
     crc_at: int
 
 
+class Alike(NamedTuple):
+    """An item of a known kind: what its tensor is made of. The tensors are made in the order of the
+    tree, in which all that follows walks through them: it takes a third less time where they do not
+    lie all over the memory.
+    """
+
+    kind: _Kind
+    source: Source
+    crc: int | None
+
+    def tensor(self, item: Item) -> TensorRef:
+        """The tensor that the item holds."""
+        kind, source, crc = self
+        dtype, shape, stride, pieces, requires_grad, conj, neg = kind.ref
+        storage, offset, inner_shape, inner_stride, start = pieces[0]
+        _, _, nbytes, location, name, typed, _, big_endian, _ = storage
+        place = item.offset + len(kind.head)
+        fields = (source, place, nbytes, location, name, typed, crc, big_endian, None)
+        piece = (made(Storage, fields), offset, inner_shape, inner_stride, start)
+        parts = (made(Piece, piece),)
+        return made(TensorRef, (dtype, shape, stride, parts, requires_grad, conj, neg))
+
+
 # What `.metadata` tells of items of one kind: their length, and type and shape of the chunk
 _Told = tuple[int, DType, Shape]
 
@@ -78,11 +101,11 @@ class Kinds:
         """The bytes at both ends of an item by which it may be known; None where no kind is."""
         return None if chunk is None else self._ends.get((item.length, chunk.dtype, chunk.shape))
 
-    def tensor(
+    def alike(
         self, wanted: Wanted, ends: Sequence[tuple[int, bytes]], guarded: GuardedSource
-    ) -> TensorRef | None:
-        """The tensor that an item holds, by the bytes at its `ends`, with their places; None where
-        no kind is known that it is of. Its values are read through `guarded`.
+    ) -> Alike | None:
+        """What an item holds, by the bytes at its `ends`, with their places; None where no kind is
+        known that it is of. Its values are read through `guarded`.
         """
         item, chunk = wanted
         told = item.length, chunk.dtype, chunk.shape
@@ -91,9 +114,12 @@ class Kinds:
         kind = next((kind for kind in known if _is_of(kind, head, tail)), None)
         if kind is None:
             return None
-        if head is not tail:
-            return _tensor(kind, guarded, item, tail)
-        return _tensor(kind, guarded.inner, item, tail) if has_one_end(tail) else None
+        is_whole = head is tail
+        if is_whole and not has_one_end(tail):
+            return None
+        at = len(tail) - kind.behind + kind.crc_at
+        crc = int.from_bytes(tail[at : at + _CRC], "little") or None
+        return made(Alike, (kind, guarded.inner if is_whole else guarded, crc))
 
     def learn(self, wanted: Wanted, file: Source, node: Node) -> None:
         """Note the kind of an item of `file` that was opened and holds `node`."""
@@ -134,18 +160,6 @@ def _is_of(kind: _Kind, head: bytes, tail: bytes) -> bool:
         return False
     tail = tail[begin:]
     return not [start for start, stop, fixed in kind.fixed if tail[start:stop] != fixed]
-
-
-def _tensor(kind: _Kind, source: Source, item: Item, tail: bytes) -> TensorRef:
-    dtype, shape, stride, pieces, requires_grad, conj, neg = kind.ref
-    storage, offset, inner_shape, inner_stride, start = pieces[0]
-    _, _, nbytes, location, name, typed, _, big_endian, _ = storage
-    at = len(tail) - kind.behind + kind.crc_at
-    crc = int.from_bytes(tail[at : at + _CRC], "little") or None
-    place = item.offset + len(kind.head)
-    fields = (source, place, nbytes, location, name, typed, crc, big_endian, None)
-    piece = (made(Storage, fields), offset, inner_shape, inner_stride, start)
-    return made(TensorRef, (dtype, shape, stride, (made(Piece, piece),), requires_grad, conj, neg))
 
 
 def _kind_of(source: RangeSource, node: Node) -> _Kind | None:

@@ -19,7 +19,7 @@ from operator import attrgetter
 from pathlib import PurePosixPath
 
 from ckptconv.formats.containers import open_source
-from ckptconv.formats.folders.dcp_alike import SHORT, Chunk, Kinds, Wanted, with_ends_checked
+from ckptconv.formats.folders.dcp_alike import SHORT, Alike, Chunk, Kinds, Wanted, with_ends_checked
 from ckptconv.formats.folders.dcp_metadata import Item, with_key
 from ckptconv.formats.zip_directory import MOST_BEHIND
 from ckptconv.io.files import FilePool
@@ -67,7 +67,7 @@ class Items:
         # Those that are expected are held, so that no later one gets the identity of an earlier one
         self._expected: Sequence[Coming] = ()
         self._ends: dict[int, list[tuple[int, bytes]]] = {}
-        self._met: dict[int, Node] = {}
+        self._met: dict[int, Node | Alike] = {}
         self._kinds = Kinds()
         self._guarded: dict[str, GuardedSource] = {}
 
@@ -106,9 +106,11 @@ class Items:
     def root_of(self, item: Item, chunk: Chunk | None = None) -> Node:
         """What the stream at the place of an item holds, which is said to be a `chunk` or not."""
         met = self._met.pop(id(item), None)
-        return self._root_of(item, chunk) if met is None else met
+        if met is None:
+            met = self._root_of(item, chunk)
+        return met.tensor(item) if type(met) is Alike else met
 
-    def _root_of(self, item: Item, chunk: Chunk | None) -> Node:
+    def _root_of(self, item: Item, chunk: Chunk | None) -> Node | Alike:
         if item.transforms:
             what = f"was written through {', '.join(item.transforms)}, which ckptconv does not undo"
             raise UnsupportedCheckpoint(what, hint="save it without extensions, or dcp.load it")
@@ -118,7 +120,7 @@ class Items:
         ends = self._ends.pop(id(item), ())
         guarded = self._guarded.get(item.relative_path)
         if chunk is not None and guarded is not None and ends:
-            known = self._kinds.tensor((item, chunk), ends, guarded)
+            known = self._kinds.alike((item, chunk), ends, guarded)
             if known is not None:
                 return known
         file.held = ends

@@ -47,7 +47,7 @@ def saved(tmp_path) -> Path:
 @contextmanager
 def one_by_one() -> Iterator[None]:
     """Within the block, every item is opened by itself."""
-    with patch.object(Kinds, "tensor", lambda *_: None):
+    with patch.object(Kinds, "alike", lambda *_: None):
         yield
 
 
