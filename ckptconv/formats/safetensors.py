@@ -21,6 +21,7 @@ from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Any
 
+from ckptconv.devices.tags import canonical_tag
 from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat, WriteItem
 from ckptconv.io.source import Source
 from ckptconv.objects.encodings import ENCODINGS, restore, written_form
@@ -55,7 +56,7 @@ CONTAINER = Container(
 RESERVED = "__metadata__"
 """The name in a header that is not a tensor's: an object of strings."""
 
-_NOT_ALIASES = frozenset(("format", "device", ENCODINGS))
+_OWN = frozenset(("format", "device", ENCODINGS))
 # The types whose tensors can all be written, of any shape
 _ORDINARY = frozenset(BY_SAFETENSORS.values()) - {FLOAT4, FLOAT4_PAIRS}
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -66,7 +67,7 @@ def open_safetensors(source: Source) -> Checkpoint:
 
     The tree is an OrderedDict in header order. A metadata entry that names a missing tensor as the
     alias of one that is there (as the library's `save_model` records tied tensors) becomes a second
-    key of that tensor. The metadata's ``device`` becomes the location tag.
+    key of that tensor. The metadata's ``device`` becomes the location tag, unless it is an alias.
     """
     raw, start = _raw_header(source)
     metadata, tensors = _read_plain(source, raw, start) or _read_any(source, raw, start)
@@ -77,8 +78,12 @@ def open_safetensors(source: Source) -> Checkpoint:
         f"the metadata entry {printable(name)} = {printable(value)} is taken for a text, not for a "
         "second name of that tensor"
         for name, value in metadata.items()
-        if value in tensors and not (name in tensors or name in aliases or name in _NOT_ALIASES)
+        if value in tensors and not (name in tensors or name in aliases)
     )
+    is_named = "device" in tensors or "device" in aliases
+    # then it may be an alias or, in a delta, the checksum of the tensor of that name
+    if is_named and canonical_tag(metadata.get("device", "cpu")) is None:
+        tensors = {key: _on_cpu(ref) for key, ref in tensors.items()}
     tensors |= {alias: tensors[kept] for alias, kept in aliases.items()}
     text = metadata.get(ENCODINGS, "{")
     # in a delta it is the checksum of the tensor of that name
@@ -88,6 +93,10 @@ def open_safetensors(source: Source) -> Checkpoint:
         restored = tensors if recipes is None else restore(tensors, recipes)
     root = ordered_dict(list(restored.items()))
     return Checkpoint(source.path, CONTAINER, root, source.size, metadata, notes, (source,))
+
+
+def _on_cpu(ref: TensorRef) -> TensorRef:
+    return whole_view(ref.storage._replace(location="cpu"), ref.dtype, ref.shape)
 
 
 # The metadata and the tensors of a file
@@ -188,10 +197,15 @@ def aliases_in(metadata: Mapping[str, str], names: Collection[str]) -> dict[str,
 
     A text may happen to be a tensor's name (``author`` = ``name``). So an entry counts if both look
     like names of tensors: with one last segment, or both of several. Any other counts only beside
-    nothing but such entries, and if its words do not describe a file.
+    nothing but such entries, and if its words do not describe a file. ``format`` and ``device``
+    count where they name a tensor, and no framework or device.
     """
     found: dict[str, str] = {}
-    others = [name for name in metadata if name not in _NOT_ALIASES and name not in names]
+    others = [
+        name
+        for name, value in metadata.items()
+        if name not in names and (name not in _OWN or (value in names and not _is_own(name, value)))
+    ]
     for alias in others:
         kept = metadata[alias]
         if kept in names or kept in found:
@@ -201,9 +215,23 @@ def aliases_in(metadata: Mapping[str, str], names: Collection[str]) -> dict[str,
     def is_alias(alias: str, kept: str) -> bool:
         if alias.rpartition(".")[2] == kept.rpartition(".")[2] or ("." in alias and "." in kept):
             return True
+        if alias in _OWN:
+            return True
         return not has_texts and _DESCRIBING.isdisjoint(re.split(r"[\W_]+", alias.lower()))
 
     return {alias: kept for alias, kept in found.items() if is_alias(alias, kept)}
+
+
+def _is_own(name: str, value: str) -> bool:
+    """Whether an entry is one of the format itself, by its value too."""
+    if name == "device":
+        return canonical_tag(value) is not None
+    return name == ENCODINGS or (name == "format" and value in ("pt", "np", *_OTHER_FRAMEWORKS))
+
+
+def _may_alias(metadata: Mapping[str, str]) -> bool:
+    """Whether an entry may be an alias; else a million names need not be looked up."""
+    return not all(_is_own(name, value) for name, value in metadata.items())
 
 
 _DESCRIBING_WORDS = """
@@ -368,7 +396,7 @@ class SafetensorsFile(TargetFormat):
         A name is not dropped that the file's metadata needs for something else, or that a reader
         would take for a text.
         """
-        if not metadata.keys() - _NOT_ALIASES and not are_shared:
+        if not are_shared and not _may_alias(metadata):
             return {}
         views: dict[Hashable, list[str]] = {}
         for key, ref, dtype in named:
@@ -396,14 +424,16 @@ class SafetensorsFile(TargetFormat):
             for name, value in checkpoint.metadata.items()
             if name not in aliases and name != "device"
         }
-        if metadata.keys() - _NOT_ALIASES:  # else a million names need not be looked up
+        if _may_alias(metadata):
             for name in aliases_in(metadata, {*keys}):
                 del metadata[name]  # what a reader would take for one of ours
         if metadata.get("format") not in _OTHER_FRAMEWORKS:
             metadata["format"] = "pt"
         tags = set(map(retag, {ref.pieces[0].storage.location for ref in refs}))
         for tag in tags:
-            if not tag.isascii():
+            # one that is none of torch, which a reader would take for an alias or a checksum
+            is_odd = canonical_tag(tag) is None and not {"device", tag}.isdisjoint(keys)
+            if is_odd or not tag.isascii():
                 what = f"the location tag '{printable(tag)}' is not a device"
                 raise DeviceUnavailable(what, hint="name one with --device")
         if len(tags) == 1:
@@ -540,7 +570,7 @@ _OTHER_FRAMEWORKS = ("mlx", "flax", "tf")
 
 def _aliases_of(checkpoint: Checkpoint) -> Collection[str]:
     """The metadata entries of a safetensors source that became keys."""
-    if not checkpoint.metadata.keys() - _NOT_ALIASES:
+    if not _may_alias(checkpoint.metadata):
         return ()
     tensors = (ref for found in checkpoint.state_dicts() for _, ref in found.tensors())
     own = {ref.storage.name for ref in tensors if ref.is_view}

@@ -525,6 +525,9 @@ def test_tensors_may_have_the_names_of_metadata(tmp_path):
     assert apply_delta(tensors_in(base), tmp_path / "d") == tensors_in(new)
     apply_deltas(base, tmp_path / "d", out)
     assert equal(out, new)
+    for made in ("d", f"d/{SHARD}"):
+        assert "] on cpu" in run("inspect", made, cwd=tmp_path).out
+        assert "was saved on" not in run("doctor", made, cwd=tmp_path).out
 
 
 def test_wrappers_of_what_training_saved_are_stripped(room):

@@ -16,11 +16,19 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import nn
 
-from ckptconv import KeyRules, convert_checkpoint, load_portable, open_checkpoint, save_portable
+from ckptconv import (
+    KeyRules,
+    convert_checkpoint,
+    load_into,
+    load_portable,
+    open_checkpoint,
+    save_portable,
+)
 from ckptconv.formats.safetensors import SAFETENSORS
 from ckptconv.support.errors import (
     AmbiguousStateDict,
     CheckpointError,
+    DeviceUnavailable,
     KeyConflict,
     MalformedCheckpoint,
     RefusedObject,
@@ -344,6 +352,59 @@ def test_tied_names_that_end_otherwise_are_read_beside_texts(tmp_path):
     model = nn.ModuleDict({"a": nn.ParameterDict({"x": tied}), "b": nn.ParameterDict({"y": tied})})
     safetensors.torch.save_model(model, tmp_path / "in.safetensors", metadata={"author": "us"})
     assert load_portable(tmp_path / "in.safetensors").keys() == model.state_dict().keys()
+
+
+class Named(nn.Module):
+    """One tensor under two names, which may be those of attributes of a module."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self._parameters |= dict.fromkeys(names, nn.Parameter(torch.arange(3.0)))
+
+
+@pytest.mark.parametrize("name", ["format", "device"])
+def test_a_tied_name_may_be_one_of_the_metadata(name, tmp_path):
+    made = tmp_path / "made.safetensors"
+    safetensors.torch.save_model(Named("a", name), made)
+    assert metadata(made) == {name: "a"}
+    convert_checkpoint(made, tmp_path / "back.pt", verify=True)
+    convert_checkpoint(tmp_path / "back.pt", tmp_path / "again.safetensors")
+    convert_checkpoint(made, tmp_path / "direct.safetensors")
+    for found in (
+        load_portable(made),
+        oracle.load(tmp_path / "back.pt"),
+        safetensors.torch.load_file(tmp_path / "again.safetensors"),
+        safetensors.torch.load_file(tmp_path / "direct.safetensors"),
+    ):
+        assert {*found} == {"a", name} and torch.equal(found[name], torch.arange(3.0))
+    fresh = Named("a", name)
+    load_into(fresh, made)
+    assert torch.equal(fresh.state_dict()[name], torch.arange(3.0))
+    opened = open_checkpoint(made)
+    assert {ref.location for _, ref in opened.tensors()} == {"cpu"}
+    assert opened.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("format", "pt"), ("device", "cpu"), ("device", "cuda:0")]
+)
+def test_a_text_that_is_the_name_of_a_tensor_too_is_told(name, value, tmp_path):
+    made = tmp_path / "made.safetensors"
+    safetensors.torch.save_file({value: torch.ones(2)}, made, metadata={name: value})
+    opened = open_checkpoint(made)
+    assert [key for key, _ in opened.tensors()] == [value]
+    assert opened.notes == (
+        f"the metadata entry {name} = {value} is taken for a text, not for a second name of that "
+        "tensor",
+    )
+
+
+@pytest.mark.parametrize("name", ["device", "fancy"])
+def test_a_device_that_would_read_as_something_else_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda _: "fancy")
+    torch.save({name: torch.ones(2), "b": torch.ones(1)}, tmp_path / "in.pt")
+    with pytest.raises(DeviceUnavailable, match="the location tag 'fancy' is not a device"):
+        convert_checkpoint(tmp_path / "in.pt", tmp_path / "out.safetensors", device="keep")
 
 
 def test_tied_names_follow_the_key_rules(tmp_path):
