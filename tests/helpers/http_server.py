@@ -358,8 +358,8 @@ class HttpServer(Web):
         turn = min(answer.span[0] + fault.at, answer.span[1])
         self._body(asked, request, replace(answer, span=(answer.span[0], turn)).body())
         late = replace(answer, content=fault.content, span=(turn, answer.span[1]))
+        self.objects[path] = fault.content  # before the client has all of it, and asks again
         self._body(asked, request, late.body())
-        self.objects[path] = fault.content
 
     def _slow(self, asked: Asked, request: Request, path: str, fault: Fault) -> None:
         answer = self._right(path, request)
