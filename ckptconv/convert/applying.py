@@ -14,7 +14,7 @@ from typing import Any
 from ckptconv.convert.execute import ConversionResult, execute_plan
 from ckptconv.convert.options import Options, Request
 from ckptconv.convert.plan import ConversionPlan
-from ckptconv.convert.planner import plan_conversion, request_of
+from ckptconv.convert.planner import plan_conversion, refuse_taken_over, request_of
 from ckptconv.convert.targets import check_place
 from ckptconv.formats.deltas import Delta, open_deltas, version_of
 from ckptconv.formats.registry import open_certain
@@ -118,7 +118,9 @@ def lora_plan(
             check_places(each.sources)
         merge = MergeLora(opened, scale, request.only)
         wanted = replace(request, edits=(*edits, *request.edits, merge))
-        yield plan_conversion(checkpoint, output, wanted)
+        plan = plan_conversion(checkpoint, output, wanted)
+        refuse_taken_over(plan, (base, *named))
+        yield plan
 
 
 # ------------------------------------------------------------------------------------------ deltas
@@ -194,7 +196,9 @@ def applied_plan(
             digest(each.algorithm)  # its package is missed now, not in the middle
             check_places(each.checkpoint.sources)
         edit = _Applying(tuple(opened), request.only)
-        yield plan_conversion(checkpoint, output, replace(request, edits=(edit,)))
+        plan = plan_conversion(checkpoint, output, replace(request, edits=(edit,)))
+        refuse_taken_over(plan, (base, *(each.path for each in opened)))
+        yield plan
 
 
 MOST_CHANGES = 100

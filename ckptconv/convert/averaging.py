@@ -19,7 +19,7 @@ from ckptconv.convert.combining import (
 from ckptconv.convert.execute import ConversionResult, execute_plan
 from ckptconv.convert.options import Request
 from ckptconv.convert.plan import ConversionPlan
-from ckptconv.convert.planner import plan_conversion
+from ckptconv.convert.planner import plan_conversion, refuse_taken_over
 from ckptconv.io.files import one_run
 from ckptconv.io.open_files import Readable
 from ckptconv.io.places import Output, Place
@@ -123,6 +123,7 @@ def averaged_plan(
             values[key] = known[view]
         combined = combined_checkpoint(parts, _like(parts[0], values))
         plan = plan_conversion(combined, output, common)
+        refuse_taken_over(plan, sources)
         yield with_renamed(plan, parts, [""] * len(parts))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ckptconv.convert.execute import ConversionResult, execute_plan
 from ckptconv.convert.options import Options, Request
 from ckptconv.convert.plan import ConversionPlan
-from ckptconv.convert.planner import plan_conversion, request_of
+from ckptconv.convert.planner import plan_conversion, refuse_taken_over, request_of
 from ckptconv.convert.targets import check_place
 from ckptconv.formats.registry import open_certain
 from ckptconv.io.files import one_run
@@ -133,7 +133,9 @@ def merged_plan(
         combined = combined_checkpoint(
             parts, Dict(list(values.items())), notes, _metadata(parts, prefixes)
         )
-        yield with_renamed(plan_conversion(combined, output, common), parts, prefixes)
+        plan = plan_conversion(combined, output, common)
+        refuse_taken_over(plan, sources)
+        yield with_renamed(plan, parts, prefixes)
 
 
 def _prefixes(prefix: Mapping[Any, str], names: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ Nothing is written when a plan fails. A plan's layout is executed by `execute`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import PurePath
@@ -33,9 +33,10 @@ from ckptconv.convert.plan import ConversionPlan, PlannedFile, PlannedFrom
 from ckptconv.convert.targets import for_folder, keeps_modules, refuse_unheld, target
 from ckptconv.convert.with_files import with_files, with_training_named
 from ckptconv.convert.words import FILES_READ
+from ckptconv.formats.hf_names import is_weights_name
 from ckptconv.formats.target_format import TargetFormat, Tree, one_item
 from ckptconv.io.guarded import check_places
-from ckptconv.io.places import Output, place_of, resolved
+from ckptconv.io.places import Named, Output, place_of, places_of, resolved
 from ckptconv.io.source import Source
 from ckptconv.pickles.nodes import Node
 from ckptconv.support.choices import refuse_no_output
@@ -288,6 +289,19 @@ def _refuse_lost_inputs(plan: ConversionPlan) -> None:
     if lost and (len(lost) < len(inputs) or resolved(plan.source) not in taken | inputs):
         what = "is one of the input files, and the others need it"
         raise OutputRefused(what, path=min(lost), hint="name another file or folder")
+
+
+def refuse_taken_over(plan: ConversionPlan, named: Iterable[Named]) -> None:
+    """Refuse weights of another content, for which a library looks, in a folder that was `named` as
+    a source: it would be read as these from then on.
+    """
+    if plan.target.is_folder or not is_weights_name(plan.output.name):
+        return
+    paths = [place.path for each in named for place in places_of(each)]
+    folders = (path.parent if path.name.endswith(".index.json") else path for path in paths)
+    if resolved(plan.folder) in map(resolved, folders):
+        what = "would be taken for the checkpoint in its folder, which is read here"
+        raise OutputRefused(what, path=plan.output, hint="name another folder")
 
 
 def _plan_tree(

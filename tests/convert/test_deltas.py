@@ -568,6 +568,28 @@ def test_no_command_takes_changes_for_weights(command, which, room):
     assert sorted(room.rglob("*")) == before
 
 
+V1 = "updates/weight_v000001"
+
+
+@pytest.mark.parametrize(
+    "deltas, out",
+    [
+        (V1, f"{V1}/model.safetensors"),
+        (f"{V1}/{INDEX}", f"{V1}/model.safetensors"),
+        ("updates", f"{V1}/pytorch_model.bin"),
+        (V1, "base/pytorch_model.bin"),
+    ],
+)
+def test_what_is_applied_is_not_hidden_by_the_output(deltas, out, chain):
+    before = sorted(chain.rglob("*"))
+    line = assert_one_error(run("apply", "base", deltas, out, "--force", cwd=chain))
+    assert line == (
+        f"error: {out}: would be taken for the checkpoint in its folder, which is read here; name "
+        "another folder"
+    )
+    assert sorted(chain.rglob("*")) == before
+
+
 def test_a_file_of_a_delta_is_not_edited(room):
     write_delta(room / "d", tensors_in(room / "base"), tensors_in(room / "one"))
     raw = (room / "d" / SHARD).read_bytes()

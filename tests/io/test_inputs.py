@@ -52,6 +52,7 @@ REASONS = (
     "which is read by this run; name another folder",
     "its name says a text",
     "lies in a source",
+    "would be taken for the checkpoint in its folder, which is read here; name another folder",
 )
 SHARD, INDEX = "model-00001-of-00003.safetensors", "model.safetensors.index.json"
 ONE = "model-00001-of-00001.safetensors"
@@ -85,6 +86,9 @@ ONE = "model-00001-of-00001.safetensors"
         "convert dcp dcp/__0_0.distcp --to torch",
         "merge in.pt like.pt like.pt --prefix like.pt=x.",
         "average in.pt like.pt in.pt",
+        "average hf like.pt hf/model.safetensors",
+        f"average like.pt hf/{INDEX} hf/pytorch_model.bin",
+        "merge in.pt hf hf/model.safetensors --prefix hf=x.",
         "show in.pt a.w --npy in.pt",
         "batch hf --out-dir out --to torch --html hf/" + INDEX,
     ],
@@ -111,6 +115,14 @@ def test_a_checkpoint_may_be_replaced_by_what_it_becomes(words, room):
     done = run(*words.split(), "--dtype", "bf16", "--force", cwd=room)
     assert done.exit == 0, done.err
     assert load_portable(room / source)["a.w"].dtype == torch.bfloat16
+
+
+def test_files_of_a_folder_may_become_its_checkpoint(room):
+    (room / "epochs").mkdir()
+    for name in ("in.pt", "like.pt"):
+        (room / name).rename(room / "epochs" / name)
+    done = run("average", "epochs/in.pt", "epochs/like.pt", "epochs/model.safetensors", cwd=room)
+    assert done.exit == 0, done.err
 
 
 def test_a_run_of_the_library_refuses_the_same(room):

@@ -18,6 +18,7 @@ from ckptconv import (
     MalformedCheckpoint,
     MergeLora,
     OptionRefused,
+    OutputRefused,
     RefusedObject,
     convert_checkpoint,
     load_portable,
@@ -107,6 +108,14 @@ def test_only_what_the_adapter_names_is_changed(base):
     assert all(
         torch.equal(found[key], value) for key, value in tensors.items() if key != f"{Q}.weight"
     )
+
+
+def test_an_adapter_stays_what_its_folder_is(base):
+    folder, _ = base
+    adapter = of_peft(folder, factors(PEFT + Q))
+    with pytest.raises(OutputRefused, match="would be taken for the checkpoint in its folder"):
+        merge_lora_checkpoint(folder / "base.safetensors", adapter, f"{adapter}/")
+    assert len([*adapter.iterdir()]) == 2
 
 
 JOINED = "lora_unet_" + Q.replace(".", "_")
