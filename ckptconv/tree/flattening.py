@@ -132,8 +132,7 @@ def encoding_notes(flattened: Flattened) -> Iterator[str]:
 
 def refuse_split(flattened: Flattened) -> None:
     """Raise `RefusedObject` if a tensor is encoded: its components may not lie in several files."""
-    key = next(iter(flattened.recipes), None)
-    if key:
+    for key in flattened.recipes:
         what = "safetensors holds it only in parts, which cannot be split over shards"
         hint = f"leave --max-shard-size out, {_TORCH}, or leave it out with --exclude"
         raise RefusedObject(what, where=key, hint=hint)
