@@ -256,7 +256,7 @@ NO_FSYNC = _safe("--no-fsync", "Do not wait until the disk has it (fsync).")
 QUIET = option("-q --quiet", "Print only errors.", section="General")
 ANSWER_ALONE = option("-q --quiet", "Print nothing; only the exit code answers.", section="General")
 run_options = together(
-    _safe("-f --force", "Replace OUT if it exists. OUT may be IN."),
+    _safe("-f --force", "Replace OUT if it exists. OUT may be IN if one file is all that is read."),
     _safe("-n --dry-run", "Write nothing; say what would be written."),
     _safe(
         "--verify",

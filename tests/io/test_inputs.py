@@ -117,6 +117,14 @@ def test_a_checkpoint_may_be_replaced_by_what_it_becomes(words, room):
     assert load_portable(room / source)["a.w"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("command", ["convert", "merge", "average", "merge-lora", "apply"])
+def test_help_says_when_an_output_may_be_its_source(command, room):
+    told = " ".join(run(command, "--help", cwd=room).out.split())
+    assert "Replace OUT if it exists. OUT may be IN if one file is all that is read." in told
+    done = run(command, "in.pt", *["like.pt"] * (command != "convert"), "in.pt", "-f", cwd=room)
+    assert (done.exit == 0) == (command == "convert")
+
+
 def test_files_of_a_folder_may_become_its_checkpoint(room):
     (room / "epochs").mkdir()
     for name in ("in.pt", "like.pt"):
