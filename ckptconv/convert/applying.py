@@ -180,7 +180,6 @@ def applied_plan(
 ) -> Iterator[ConversionPlan]:
     """The plan of applying deltas; the files are open within the block."""
     refuse_no_output(output)
-    refuse_no_text(tag=tag)
     refuse_no_paths("base", base)
     named = one_or_several(deltas)
     refuse_no_paths("deltas", named)
