@@ -21,7 +21,7 @@ from ckptconv.formats.deltas import (
     version_of,
 )
 from ckptconv.formats.folders.alone import DELTA_ENCODING
-from ckptconv.formats.hf_names import earlier_files
+from ckptconv.formats.hf_names import earlier_files, refuse_dcp_folder
 from ckptconv.formats.registry import open_certain
 from ckptconv.formats.target_format import Layout, one_item, target_named
 from ckptconv.io.commit import ShardNames
@@ -31,7 +31,7 @@ from ckptconv.io.guarded import check_places
 from ckptconv.io.inflate import Deflating, Spool, require_zstd
 from ckptconv.io.location import Location
 from ckptconv.io.outputs import file_output
-from ckptconv.io.places import Named, Place, place_of, places_of, resolved
+from ckptconv.io.places import Named, Place, is_same_place, place_of, places_of
 from ckptconv.io.source import CHUNK
 from ckptconv.support.addresses import UrlPath
 from ckptconv.support.arrays import Array, np
@@ -129,9 +129,10 @@ def delta_checkpoints(
     require_zstd()
     digest(checksum)  # its package is missed now, not in the middle
     place = place_of(output)
-    if resolved(place.path) in {resolved(one.path) for one in (*places_of(base), *places_of(new))}:
+    if any(is_same_place(place.path, one.path) for one in (*places_of(base), *places_of(new))):
         what = "is BASE or NEW itself, and would be taken for a delta from then on"
         raise OutputRefused(what, path=place.path, hint="name another folder")
+    refuse_dcp_folder(place)
     before, after = _versions(place, base, version, base_version)
     with (
         open_certain(base, tag=tag) as first,

@@ -33,10 +33,10 @@ from ckptconv.convert.plan import ConversionPlan, PlannedFile, PlannedFrom
 from ckptconv.convert.targets import for_folder, keeps_modules, refuse_unheld, target
 from ckptconv.convert.with_files import with_files, with_training_named
 from ckptconv.convert.words import FILES_READ
-from ckptconv.formats.hf_names import is_weights_name
+from ckptconv.formats.hf_names import is_weights_name, refuse_dcp_folder
 from ckptconv.formats.target_format import TargetFormat, Tree, one_item
 from ckptconv.io.guarded import check_places
-from ckptconv.io.places import Named, Output, place_of, places_of, resolved
+from ckptconv.io.places import Named, Output, is_same_place, place_of, places_of, resolved
 from ckptconv.io.source import Source
 from ckptconv.pickles.nodes import Node
 from ckptconv.support.choices import refuse_no_output
@@ -181,7 +181,7 @@ def _planned(
                 plan = _with_adapter_told(plan, of_adapters)
             _refuse_lost_inputs(plan)
             if plan.in_folder:
-                _refuse_dcp_folder(plan)
+                refuse_dcp_folder(place_of(plan.folder))
             return _with_told(plan, request)
     except CheckpointError as error:
         with_training_named(error, checkpoint, request)
@@ -215,12 +215,6 @@ def _refuse_codes_alone(plan: ConversionPlan) -> None:
         if before.startswith("float8"):
             what = f"{before} of one part is not cast to {after}: a scale may be in another part"
             raise RefusedObject(what, hint="name all parts, or their index; or leave --dtype out")
-
-
-def _refuse_dcp_folder(plan: ConversionPlan) -> None:
-    if place_of(plan.folder).child(".metadata").is_file():
-        what = "is a DCP folder, whose readers would not take what is put into it"
-        raise OutputRefused(what, path=plan.folder, hint="name another folder")
 
 
 def _edited(checkpoint: Checkpoint, request: Request) -> Checkpoint:
@@ -299,7 +293,7 @@ def refuse_taken_over(plan: ConversionPlan, named: Iterable[Named]) -> None:
         return
     paths = [place.path for each in named for place in places_of(each)]
     folders = (path.parent if path.name.endswith(".index.json") else path for path in paths)
-    if resolved(plan.folder) in map(resolved, folders):
+    if any(is_same_place(plan.folder, folder) for folder in folders):
         what = "would be taken for the checkpoint in its folder, which is read here"
         raise OutputRefused(what, path=plan.output, hint="name another folder")
 

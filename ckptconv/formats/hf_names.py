@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptconv.io.location import Location, read_small
 from ckptconv.io.places import place_of
-from ckptconv.support.errors import CheckpointError
+from ckptconv.support.errors import CheckpointError, OutputRefused
 
 
 def split(sizes: Sequence[int], groups: Sequence[Hashable], limit: int) -> list[list[int]]:
@@ -111,6 +111,13 @@ def named_like(read: str, usual: str) -> str:
 def is_weights_name(name: str) -> bool:
     """Whether a library looks for weights of this name."""
     return _LIBRARY(name) is not None
+
+
+def refuse_dcp_folder(folder: Location) -> None:
+    """Refuse a folder for the files of a set in which a DCP checkpoint is."""
+    if folder.child(".metadata").is_file():
+        what = "is a DCP folder, whose readers would not take what is put into it"
+        raise OutputRefused(what, path=folder.path, hint="name another folder")
 
 
 def earlier_files(output: PurePath, *, others: bool) -> list[PurePath]:

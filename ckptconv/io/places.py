@@ -202,6 +202,18 @@ def resolved(path: PurePath) -> PurePath:
     return path.resolve() if isinstance(path, Path) else path
 
 
+def is_same_place(one: PurePath, other: PurePath) -> bool:
+    """Whether two paths are of one and the same; of names that differ only in their case, the
+    system knows.
+    """
+    if resolved(one) == resolved(other):
+        return True
+    try:
+        return isinstance(one, Path) and isinstance(other, Path) and one.samefile(other)
+    except OSError:  # one is not there
+        return False
+
+
 def files_below(
     home: Location, enters: Callable[[Location], bool]
 ) -> Iterator[tuple[str, Location]]:

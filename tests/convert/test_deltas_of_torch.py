@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -250,6 +251,29 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path):
     header, _ = header_of(tmp_path / "out.safetensors")
     assert len(header) == 41
     assert all(later - first < 12 << 20 for first, later in zip(*peaks, strict=True)), peaks
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_delta_is_not_put_into_a_dcp_folder(force, tmp_path):
+    for value, name in enumerate(("base.pt", "new.pt")):
+        torch.save({"w": torch.full((40,), float(value))}, tmp_path / name)
+    convert_checkpoint(tmp_path / "base.pt", tmp_path / "dcp", to="dcp")
+    there = sorted(tmp_path.rglob("*"))
+    with pytest.raises(OutputRefused, match="dcp: is a DCP folder, whose readers would not take"):
+        delta_checkpoints(tmp_path / "base.pt", tmp_path / "new.pt", tmp_path / "dcp", force=force)
+    assert sorted(tmp_path.rglob("*")) == there
+
+
+def test_a_folder_of_another_spelling_is_the_same(tmp_path, monkeypatch):
+    """As on a disk that takes BASE for base, where a path without links has either spelling."""
+    for seed, each in enumerate(("base", "new")):
+        zero.write(tmp_path / each, 2, 2, [{"w": torch.full((40,), seed + 1.5)}])
+    (tmp_path / "BASE").symlink_to("base")
+    monkeypatch.setattr(Path, "resolve", lambda path: path)
+    there = sorted(tmp_path.rglob("*"))
+    with pytest.raises(OutputRefused, match="BASE: is BASE or NEW itself, and would be taken"):
+        delta_checkpoints(tmp_path / "base", tmp_path / "new", tmp_path / "BASE", force=True)
+    assert sorted(tmp_path.rglob("*")) == there
 
 
 @pytest.mark.parametrize("name", ["base", "new"])
