@@ -107,8 +107,33 @@ def job_of(words: Mapping[str, Any], common: Job) -> Job:
     fsync = not own.pop("no_fsync") if "no_fsync" in own else common.fsync
     options = common.options
     assert isinstance(options, Options)
+    if given and options.rules:
+        given["rules"] = _rules(given, options)
     options = replace(options, **given) if given else options
     return replace(common, source=source, output=output, fsync=fsync, options=options, **own)
+
+
+def _rules(given: Mapping[str, Any], common: Options) -> list[Any]:
+    """The rules of the command, but for those of the kinds that a line has itself, and then the
+    rules of the line.
+
+    The command's have an order, and so all kinds of them are in its `rules`.
+    """
+    own = _listed(given.get("rules", ()))
+    # a line that --dry-run --json wrote has all kinds in its rules, too
+    kinds = {*given, *map(_kind, own)}
+    return [*(rule for rule in _listed(common.rules) if _kind(rule) not in kinds), *own]
+
+
+def _listed(rules: Any) -> Sequence[Any]:
+    return rules if isinstance(rules, (list, tuple)) else (rules,)
+
+
+def _kind(rule: Any) -> str:
+    """The option that one of `rules` is of: (rule, value), or a file of rules."""
+    if isinstance(rule, (list, tuple)) and rule and isinstance(rule[0], str):
+        return rule[0].replace("-", "_")
+    return "rules"
 
 
 def _refuse_no_names(source: Any, output: Any) -> None:

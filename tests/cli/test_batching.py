@@ -78,6 +78,23 @@ def test_options_of_the_command_hold_for_all_and_those_of_a_line_for_one(room):
     assert (room / "m.report.jsonl").exists()
 
 
+def test_a_line_sets_one_kind_of_rule_itself_and_the_others_are_those_of_the_command(room):
+    (room / "rules.json").write_text('[{"exclude": "*.num_batches_tracked"}]')
+    lines = [{}, {"add-prefix": "m."}, {"rules": "rules.json"}, {"rules": [["add-prefix", "m."]]}]
+    own = [{"source": "runs/a.pt", "output": f"x/{at}.pt", **line} for at, line in enumerate(lines)]
+    (room / "m.jsonl").write_text("\n".join(map(json.dumps, own)))
+    words = ("--exclude", "*.weight", "--add-prefix", "n.", "--jobs", "1")
+    assert run("batch", "m.jsonl", *words, cwd=room).exit == 0
+    bare = [
+        key.removeprefix("module.") for key in torch.load(room / "runs/a.pt", map_location="cpu")
+    ]
+    kept = [key for key in bare if not key.endswith(".weight")]
+    no_count = [key for key in kept if not key.endswith(".num_batches_tracked")]
+    expected = [("n.", kept), ("m.", kept), ("n.", no_count), ("m.", kept)]
+    for at, (prefix, keys) in enumerate(expected):
+        assert list(torch.load(room / f"x/{at}.pt")) == [prefix + key for key in keys], at
+
+
 def test_shares_are_all_of_it_once(room):
     lines = [{"source": "runs/a.pt", "output": f"o/{number}.pt"} for number in range(7)]
     (room / "m.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
