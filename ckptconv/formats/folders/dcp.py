@@ -42,7 +42,7 @@ from ckptconv.formats.folders.dcp_metadata import (
 from ckptconv.formats.folders.ranks import Copies
 from ckptconv.io.files import FilePool
 from ckptconv.io.location import Location, read_small, within
-from ckptconv.pickles.nodes import Dict, Node, mapping_pairs, ordered_dict
+from ckptconv.pickles.nodes import ABSENT, Dict, Node, mapping_pairs, ordered_dict
 from ckptconv.support.errors import (
     CheckpointError,
     MalformedCheckpoint,
@@ -122,9 +122,9 @@ def _opened(folder: Location, items: Items) -> Checkpoint:
         if len(metadata.items) > _MANY:
             _refuse_shared_bytes(folder, metadata)
         items.open_all(dict.fromkeys(item.relative_path for item in metadata.items.values()))
-        items.expect([*_in_order(metadata, kept, chunks=items.reads_chunks)])
-        root = _tree(metadata, kept, flavour.paths(metadata), items)
-        items.expect(())
+        found = items.opened([*_in_order(metadata, kept)])
+        root = _tree(metadata, kept, flavour.paths(metadata), found)
+        del found
         if len(metadata.items) <= _MANY:
             _refuse_shared_bytes(folder, metadata)
         _refuse_copies(folder, items)
@@ -198,11 +198,15 @@ def _refuse_copies(folder: Location, items: Items) -> None:
 # ----------------------------------------------------------------------------------------- the tree
 
 
-def _tree(metadata: Metadata, entries: Entries, paths: dict[str, Path], items: Items) -> Dict:
+def _tree(
+    metadata: Metadata, entries: Entries, paths: dict[str, Path], found: Iterator[Node]
+) -> Dict:
+    """The tree of what was `found` in the items of the entries, in their order."""
     tree = _Nested()
     for key, entry in entries.items():
         try:
-            tree.put(paths.get(key, (key,)), _value(metadata, key, entry, items))
+            value = _value(entry, found, is_reshaped=key in metadata.reshaped)
+            tree.put(paths.get(key, (key,)), value)
         except CheckpointError as error:
             raise with_key(error, key) from error.__cause__
     for node in tree.dicts():
@@ -233,45 +237,42 @@ def _number_states(node: Dict) -> None:
     states.pairs = [(numbers.get(key, key), value) for key, value in states.pairs]
 
 
-def _in_order(metadata: Metadata, entries: Entries, *, chunks: bool) -> Iterator[Coming]:
+def _in_order(metadata: Metadata, entries: Entries) -> Iterator[Coming]:
+    """The items of the entries, up to the first that has no place."""
     for key, entry in entries.items():
-        if entry is None:
-            if (item := _item(metadata, key, None)) is not None:
-                yield item, None
-        elif chunks:
-            for start, shape in entry.chunks:
-                if (item := _item(metadata, key, start)) is not None:
-                    yield item, made(Chunk, (key, entry.dtype, start, shape))
+        dtype, _, chunks = entry or (None, None, ((None, ()),))
+        for start, shape in chunks:
+            item = metadata.items.get((key, start)) or _unplaced(metadata, key, start)
+            if item is None:
+                return
+            yield item, None if entry is None else made(Chunk, (key, dtype, start, shape))
 
 
-def _value(metadata: Metadata, key: str, entry: TensorEntry | None, items: Items) -> Node:
+def _value(entry: TensorEntry | None, found: Iterator[Node], *, is_reshaped: bool) -> Node:
     if entry is None:
-        return items.root_of(_found(metadata, key, None))
+        return _next(found, None)
     if len(entry.chunks) > _MANY:
         check_cover(entry.shape, entry.chunks)
-    parts = []
-    for start, shape in entry.chunks:
-        chunk = made(Chunk, (key, entry.dtype, start, shape))
-        parts.append((start, items.chunk(_found(metadata, key, start), chunk)))
-    if key in metadata.reshaped:
+    parts: list[Any] = [(start, _next(found, start)) for start, _ in entry.chunks]
+    if is_reshaped:
         what = "was stored in flat fragments by an older Megatron, which is not read yet"
         raise UnsupportedCheckpoint(what, hint="save it with a newer Megatron")
     return assembled(entry.dtype, entry.shape, parts)
 
 
-def _found(metadata: Metadata, key: str, start: Shape | None) -> Item:
-    item = _item(metadata, key, start)
-    if item is None:
+def _next(found: Iterator[Node], start: Shape | None) -> Node:
+    root = next(found, ABSENT)
+    if root is ABSENT:
         what = "" if start is None else f" of its chunk at {list(start)}"
-        raise MalformedCheckpoint(f"{INDEX} does not say where the bytes{what} lie", where=key)
-    return item
+        raise MalformedCheckpoint(f"{INDEX} does not say where the bytes{what} lie")
+    return root
 
 
-def _item(metadata: Metadata, key: str, start: Shape | None) -> Item | None:
-    item = metadata.items.get((key, start))
-    if item is None and not any(start or ()):  # a whole tensor may have no offset
-        return metadata.items.get((key, None), metadata.items.get((key, ())))
-    return item
+def _unplaced(metadata: Metadata, key: str, start: Shape | None) -> Item | None:
+    """The item of a whole tensor, or of another object, which may have no offset."""
+    if any(start or ()):
+        return None
+    return metadata.items.get((key, None), metadata.items.get((key, ())))
 
 
 class _Nested:

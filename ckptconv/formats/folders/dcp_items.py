@@ -19,7 +19,7 @@ from operator import attrgetter
 from pathlib import PurePosixPath
 
 from ckptconv.formats.containers import open_source
-from ckptconv.formats.folders.dcp_alike import SHORT, Alike, Chunk, Kinds, Wanted, with_ends_checked
+from ckptconv.formats.folders.dcp_alike import SHORT, Alike, Chunk, Kinds, with_ends_checked
 from ckptconv.formats.folders.dcp_metadata import Item, with_key
 from ckptconv.formats.zip_directory import MOST_BEHIND
 from ckptconv.io.files import FilePool
@@ -52,9 +52,6 @@ class Items:
     `chunks` are the opened chunks of each file, each with the key of its tensor.
     """
 
-    reads_chunks = True
-    """Whether the items that are chunks of tensors are opened as well."""
-
     def __init__(self, folder: Location) -> None:
         self.files: dict[str, Source] = {}
         self.sources: list[Source] = []
@@ -63,52 +60,57 @@ class Items:
         self._pool = FilePool()
         self._read: dict[str, _ReadAhead] = {}
         self._coming: Iterator[Coming] = iter(())
-        # by the identity of items, of which there is one of each: a hash is made of four values.
-        # Those that are expected are held, so that no later one gets the identity of an earlier one
-        self._expected: Sequence[Coming] = ()
+        # by the identity of items, of which there is one of each: a hash is made of four values
         self._ends: dict[int, list[tuple[int, bytes]]] = {}
-        self._met: dict[int, Node | Alike] = {}
         self._kinds = Kinds()
         self._guarded: dict[str, GuardedSource] = {}
 
-    def expect(self, coming: Sequence[Coming]) -> None:
-        """Note the items that will be opened, in this order; they need not be there.
-
-        Those of them that are chunks may be known by others of their kind, but not over a network:
-        there, their ends would have to be fetched a second time to be checked.
+    def opened(self, coming: Sequence[Coming]) -> Iterator[Node]:
+        """What the items hold, in this order; of a chunk of a tensor a `TensorRef` of its shape,
+        whose dtype is whatever the item says. What is wrong with one is raised when it is its turn.
         """
-        self._expected = coming
-        self._coming, self._ends, self._met = iter(coming), {}, {}
-        if self._folder.is_far():
-            return
-        chunks: dict[str, list[Wanted]] = {}
-        for item, chunk in coming:
-            if chunk is not None and not item.transforms:
-                chunks.setdefault(item.relative_path, []).append((item, chunk))
-        for name, wanted in chunks.items():
-            with contextlib.suppress(CheckpointError):  # said when the very item is opened
-                self._guarded[name] = with_ends_checked(self._file(name), wanted)
-        self._meet(coming)
+        try:
+            met = self._meet(coming)
+            met.reverse()
+            for item, chunk in coming:
+                yield self._held(item, chunk, met.pop())
+        finally:
+            self._coming, self._ends = iter(()), {}
 
-    def _meet(self, coming: Sequence[Coming]) -> None:
-        """Open the items file by file. A tensor has a chunk in each rank's file, so in the order of
-        the tree each of 100,000 items would open its file again: few may be open at a time.
+    def _meet(self, coming: Sequence[Coming]) -> list[Node | Alike]:
+        """Open the items file by file; what they hold, in the order of `coming`, None where it was
+        not opened. A tensor has a chunk in each rank's file, so in the order of the tree each of
+        100,000 items would open its file again: few may be open at a time.
 
         The first error ends it: it is said in the order of the tree, when the very item is needed.
+        Chunks may be known by others of their kind. Not over a network: there, their ends would
+        have to be fetched a second time to be checked, so nothing is opened yet.
         """
-        ordered = sorted(coming, key=_place_of)
-        self._coming = iter(ordered)
+        met: list[Node | Alike] = [None] * len(coming)
+        self._coming = iter(coming)
+        if self._folder.is_far():
+            return met
+        places: dict[str, list[tuple[int, int]]] = {}
+        for number, (item, _) in enumerate(coming):
+            places.setdefault(item.relative_path, []).append((item.offset, number))
+        ordered: list[int] = []
+        for name in sorted(places):
+            numbers = [number for _, number in sorted(places[name])]
+            ordered += numbers
+            chunks = [
+                (item, chunk)
+                for item, chunk in map(coming.__getitem__, numbers)
+                if chunk is not None and not item.transforms
+            ]
+            if chunks:
+                with contextlib.suppress(CheckpointError):  # said when the very item is opened
+                    self._guarded[name] = with_ends_checked(self._file(name), chunks)
+        self._coming = map(coming.__getitem__, ordered)
         with contextlib.suppress(CheckpointError):
-            for item, chunk in ordered:
-                self._met[id(item)] = self._root_of(item, chunk)
+            for number in ordered:
+                met[number] = self._root_of(*coming[number])
         self._coming, self._ends = iter(()), {}
-
-    def root_of(self, item: Item, chunk: Chunk | None = None) -> Node:
-        """What the stream at the place of an item holds, which is said to be a `chunk` or not."""
-        met = self._met.pop(id(item), None)
-        if met is None:
-            met = self._root_of(item, chunk)
-        return met.tensor(item) if type(met) is Alike else met
+        return met
 
     def _root_of(self, item: Item, chunk: Chunk | None) -> Node | Alike:
         if item.transforms:
@@ -139,17 +141,21 @@ class Items:
         self.sources += [source for source in checkpoint.sources if source.needs_closing()]
         return checkpoint.root
 
-    def chunk(self, item: Item, chunk: Chunk) -> TensorRef:
-        """The chunk of a tensor that an item is; its dtype is whatever the item says."""
-        ref = self.root_of(item, chunk)
-        if type(ref) is not TensorRef:
+    def _held(self, item: Item, chunk: Chunk | None, met: Node | Alike = None) -> Node:
+        """What an item holds, by what was `met` at its place, if anything."""
+        if met is None:
+            met = self._root_of(item, chunk)
+        root = met.tensor(item) if type(met) is Alike else met
+        if chunk is None:
+            return root
+        if type(root) is not TensorRef:
             hint = "it was saved as a tensor of another class"
             raise UnsupportedCheckpoint("a chunk of it is not a plain tensor", hint=hint)
-        if ref.shape != chunk.shape:
-            what = f"has the shape {list(ref.shape)} instead of {list(chunk.shape)}"
+        if root.shape != chunk.shape:
+            what = f"has the shape {list(root.shape)} instead of {list(chunk.shape)}"
             raise MalformedCheckpoint(f"its chunk at {list(chunk.start)} {what}")
-        self.chunks.setdefault(item.relative_path, []).append((chunk.key, ref))
-        return ref
+        self.chunks.setdefault(item.relative_path, []).append((chunk.key, root))
+        return root
 
     def _file(self, name: str) -> _ReadAhead:
         if name not in self._read:
@@ -208,10 +214,6 @@ class Items:
         """Close all that was opened."""
         for source in (*self._read.values(), *self.sources):
             source.close()
-
-
-def _place_of(one: Coming) -> tuple[str, int]:
-    return one[0].relative_path, one[0].offset
 
 
 def _ends(item: Item, before: int, behind: int) -> list[Range]:
@@ -286,8 +288,6 @@ class ForetoldItems(Items):
     `reread` opens the folder with all its items.
     """
 
-    reads_chunks = False
-
     def __init__(self, folder: Location, reread: Callable[[], Checkpoint]) -> None:
         super().__init__(folder)
         self._reread = reread
@@ -302,7 +302,12 @@ class ForetoldItems(Items):
             self._whole = self._reread()
         return self._whole
 
-    def chunk(self, item: Item, chunk: Chunk) -> TensorRef:
+    def opened(self, coming: Sequence[Coming]) -> Iterator[Node]:
+        others = super().opened([one for one in coming if one[1] is None])
+        for item, chunk in coming:
+            yield next(others) if chunk is None else self._told(item, chunk)
+
+    def _told(self, item: Item, chunk: Chunk) -> TensorRef:
         """The chunk as `.metadata` tells of it; `MalformedCheckpoint` where it cannot be so."""
         key, dtype, _, shape = chunk
         self._file(item.relative_path)
@@ -325,7 +330,7 @@ class ForetoldItems(Items):
         _, item, (key, dtype, _, shape) = told
         try:
             with held(self._limits):
-                ref = super().chunk(item, told.chunk)
+                ref = self._held(item, told.chunk)
                 ref = assembled(dtype, shape, [((0,) * len(shape), ref)])
         except CheckpointError as error:
             raise with_key(error, key) from error.__cause__
