@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from struct import unpack
 
 from ckptconv.pickles.making import Reducer
 from ckptconv.pickles.nodes import Call, Global, Node
@@ -20,7 +21,7 @@ from ckptconv.support.errors import MalformedCheckpoint
 # Entries of MEMOIZE that are kept, fetched or not: more than small pickles have
 _REMEMBERED = 1 << 16
 _SEARCHED = 1 << 20  # bytes in which fetches are looked for together
-_LONG_BINGETS = re.compile(rb"j(?=(.{4}))", re.DOTALL).findall
+_LONG_BINGETS = re.compile(rb"j(?=(....))", re.DOTALL).findall
 _FORGOTTEN: Node = object()
 UNMADE: Node = object()
 """Stands for a value that the opcodes of a run put and nobody is expected to fetch."""
@@ -47,9 +48,9 @@ class Memo(dict[bytes, Node]):
     A tensor's run puts six values that are hardly ever fetched: they are made when one is. `runs`
     are the places of the runs. What MEMOIZE puts, whose index is the number of entries, goes to the
     list `memoized` as long as nothing else is put: an entry takes 8 bytes there, and 130 in the
-    dict. Those of them that were `fetched` are in the dict too, if they are among the first. The
-    list begins with the entry `base`; the first entries, and those before it that can be fetched,
-    are kept elsewhere.
+    dict. The list begins with the entry `base`; the first entries are kept elsewhere. So many of
+    all these are in the dict too as `fetched` says: of the first those that were fetched, of the
+    others before the list those that can be.
     """
 
     def __init__(self, stream: bytes, persistent: Callable[[Node], Node]) -> None:
@@ -59,7 +60,6 @@ class Memo(dict[bytes, Node]):
         self.fetched = 0
         self.base = 0
         self._first: list[Node] = []
-        self._kept: dict[int, Node] = {}
         self._by_runs = 0
         self._fetchable: array[int] | None = None
         self._stream = stream
@@ -101,7 +101,10 @@ class Memo(dict[bytes, Node]):
         start = max(first, _REMEMBERED)
         indexes = self._fetchable
         for at in range(bisect_left(indexes, start), bisect_left(indexes, end)):
-            self._kept[indexes[at]] = self.memoized[indexes[at] - first]
+            value, key = self.memoized[indexes[at] - first], indexes[at].to_bytes(4, "little")
+            if value is not UNMADE and key not in self:
+                self.fetched += 1
+                self[key] = value
         self.memoized.clear()
         self.base = end
 
@@ -132,12 +135,10 @@ class Memo(dict[bytes, Node]):
         """The entry of that number, of those that MEMOIZE put."""
         if index >= self.base:
             value = self.memoized[index - self.base]
-        elif index < len(self._first):
-            value = self._first[index]
         else:
-            value = self._kept[index]
-        if value is UNMADE:
-            raise FetchedUnmade
+            value = self._first[index] if index < _REMEMBERED else UNMADE
+        if value is UNMADE:  # or let go of, where a GET has its index as text
+            raise FetchedUnmade if self._by_runs else KeyError(key)
         if index < _REMEMBERED:
             self.fetched += 1
             self[key] = value
@@ -193,7 +194,7 @@ def _fetchable(stream: bytes) -> array[int]:
     found: set[bytes] = set()
     for start in range(0, len(stream), _SEARCHED):
         found.update(_LONG_BINGETS(stream, start, start + _SEARCHED + 4))
-    return array("L", sorted([int.from_bytes(index, "little") for index in found]))
+    return array("L", sorted(unpack(f"<{len(found)}I", b"".join(found))))
 
 
 # ---------------------------------------------------------------------------------- tensors at once

@@ -149,6 +149,15 @@ def test_what_was_put_long_ago_is_fetched_however_many_values_were_put_since(
     assert all(firsts.get(item[0], item) is item for item in root[len(known) :])
 
 
+def test_what_only_a_text_fetches_is_refused_once_it_was_let_go_of(monkeypatch):
+    monkeypatch.setattr(memo, "_REMEMBERED", 300)
+    monkeypatch.setattr(unpickling, "_LOOK", 1 << 12)
+    stream = b"\x80\4" + b"N\x940" * 3_000 + b"g%d\n."
+    assert read_pickle(stream % 299) is None
+    with pytest.raises(MalformedCheckpoint, match="never written"):
+        read_pickle(stream % 400)
+
+
 PUT, MEMOIZE, GET = (
     (lambda index: b"q" + bytes([index])),
     (lambda _: b"\x94"),

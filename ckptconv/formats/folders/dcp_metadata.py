@@ -341,19 +341,21 @@ class _Runs:
     def tensors(self, stream: bytes, pos: int, end: int, memo: Memo) -> tuple[int, list[Node]]:
         """Entries of `state_dict_metadata`, from behind the class of the first one on."""
         values: list[Node] = []
-        opcodes = _FIRST_ENTRY
+        opcodes, sizes = _FIRST_ENTRY, self._sizes
         while (run := self._run(opcodes, stream, pos, end, memo)) is not None:
             *keys, named, raw_shape, mark = run.group(*opcodes.values)
             key = [_text(raw, memo) for raw in keys]
             dtype = self._dtypes.get(named) or self._dtype(named, memo)
-            shape = self._size(raw_shape)
+            shape = sizes.get(raw_shape) or self._size(raw_shape)
             if dtype is None or shape is None or None in key:
                 break
             puts: list[Node] = [*key, None, UNMADE, UNMADE, UNMADE, shape, UNMADE, shape, UNMADE]
             at, chunks = run.end(), []
             while (run := self._run(_CHUNK, stream, at, end, memo)) is not None:
                 raw_start, raw_shape = run.group(*_CHUNK.values)
-                box = start, shape_there = self._size(raw_start), self._size(raw_shape)
+                start = sizes.get(raw_start) or self._size(raw_start)
+                shape_there = sizes.get(raw_shape) or self._size(raw_shape)
+                box = start, shape_there
                 if None in box:
                     return pos, values
                 chunks.append(self._boxes.setdefault(box, box))
@@ -372,11 +374,14 @@ class _Runs:
     def items(self, stream: bytes, pos: int, end: int, memo: Memo) -> tuple[int, list[Node]]:
         """Pairs of `storage_data`, from behind the class of the first one's index on."""
         values: list[Node] = []
-        opcodes = _FIRST_PAIR
+        opcodes, sizes = _FIRST_PAIR, self._sizes
+        path, raw_known = None, b""  # the items of a file stand together, and fetch its name alike
         while (run := self._run(opcodes, stream, pos, end, memo)) is not None:
             raw_key, raw_start, raw_path, raw_place, raw_length = run.group(*opcodes.values)
-            key, path = _text(raw_key, memo), _text(raw_path, memo)
-            start = self._size(raw_start)
+            key = _text(raw_key, memo)
+            if raw_path != raw_known:
+                path, raw_known = _text(raw_path, memo), raw_path
+            start = sizes.get(raw_start) or self._size(raw_start)
             place, length = integer_of(raw_place), integer_of(raw_length)
             is_placed = 0 <= place < _LARGEST and 0 <= length < _LARGEST
             if start is None or key is None or path is None or not is_placed:
@@ -421,10 +426,7 @@ class _Runs:
         return self._dtypes.setdefault(get, BY_NAME[found.name])
 
     def _size(self, raw: bytes) -> Shape | None:
-        """The size that opcodes make; None where it is none."""
-        known = self._sizes.get(raw)
-        if known is not None:
-            return known
+        """The size that opcodes make, which is kept; None where it is none."""
         values = integers_of(raw)
         if len(values) > in_force().dimensions or not all(0 <= one < _LARGEST for one in values):
             return None
