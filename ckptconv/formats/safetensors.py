@@ -35,6 +35,7 @@ from ckptconv.support.errors import (
     malformed,
     or_recover,
     printable,
+    warn,
 )
 from ckptconv.support.json_text import read_object, refuse_crowded, value_at
 from ckptconv.support.limits import refuse_beyond
@@ -80,6 +81,7 @@ def open_safetensors(source: Source) -> Checkpoint:
         for name, value in metadata.items()
         if value in tensors and not (name in tensors or name in aliases)
     )
+    warn(notes)  # who loads it is shown no notes
     is_named = "device" in tensors or "device" in aliases
     # then it may be an alias or, in a delta, the checksum of the tensor of that name
     if is_named and canonical_tag(metadata.get("device", "cpu")) is None:

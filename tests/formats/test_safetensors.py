@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ckptconv import (
+    CheckpointWarning,
     KeyRules,
     convert_checkpoint,
     load_into,
@@ -386,17 +387,19 @@ def test_a_tied_name_may_be_one_of_the_metadata(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("format", "pt"), ("device", "cpu"), ("device", "cuda:0")]
+    ("name", "value"),
+    [("format", "pt"), ("device", "cpu"), ("device", "cuda:0"), ("name", "a"), ("x.key", "a")],
 )
 def test_a_text_that_is_the_name_of_a_tensor_too_is_told(name, value, tmp_path):
     made = tmp_path / "made.safetensors"
     safetensors.torch.save_file({value: torch.ones(2)}, made, metadata={name: value})
-    opened = open_checkpoint(made)
+    what = f"the metadata entry {name} = {value} is taken for a text"
+    with pytest.warns(CheckpointWarning, match=what):
+        opened = open_checkpoint(made)
     assert [key for key, _ in opened.tensors()] == [value]
-    assert opened.notes == (
-        f"the metadata entry {name} = {value} is taken for a text, not for a second name of that "
-        "tensor",
-    )
+    assert opened.notes == (f"{what}, not for a second name of that tensor",)
+    with pytest.warns(CheckpointWarning, match=what):
+        assert [*load_portable(made, map_location="cpu")] == [value]
 
 
 @pytest.mark.parametrize("name", ["device", "fancy"])
