@@ -21,7 +21,6 @@ from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Any
 
-from ckptconv.devices.tags import canonical_tag
 from ckptconv.formats.target_format import Layout, NamedTensor, Retag, TargetFormat, WriteItem
 from ckptconv.io.source import Source
 from ckptconv.objects.encodings import ENCODINGS, restore, written_form
@@ -84,7 +83,7 @@ def open_safetensors(source: Source) -> Checkpoint:
     warn(notes)  # who loads it is shown no notes
     is_named = "device" in tensors or "device" in aliases
     # then it may be an alias or, in a delta, the checksum of the tensor of that name
-    if is_named and canonical_tag(metadata.get("device", "cpu")) is None:
+    if is_named and not _is_tag(metadata.get("device", "cpu")):
         tensors = {key: _on_cpu(ref) for key, ref in tensors.items()}
     tensors |= {alias: tensors[kept] for alias, kept in aliases.items()}
     text = metadata.get(ENCODINGS, "{")
@@ -227,8 +226,14 @@ def aliases_in(metadata: Mapping[str, str], names: Collection[str]) -> dict[str,
 def _is_own(name: str, value: str) -> bool:
     """Whether an entry is one of the format itself, by its value too."""
     if name == "device":
-        return canonical_tag(value) is not None
+        return _is_tag(value)
     return name == ENCODINGS or (name == "format" and value in ("pt", "np", *_OTHER_FRAMEWORKS))
+
+
+def _is_tag(value: str) -> bool:
+    from ckptconv.devices.tags import canonical_tag  # seldom needed
+
+    return canonical_tag(value) is not None
 
 
 def _may_alias(metadata: Mapping[str, str]) -> bool:
@@ -434,7 +439,7 @@ class SafetensorsFile(TargetFormat):
         tags = set(map(retag, {ref.pieces[0].storage.location for ref in refs}))
         for tag in tags:
             # one that is none of torch, which a reader would take for an alias or a checksum
-            is_odd = canonical_tag(tag) is None and not {"device", tag}.isdisjoint(keys)
+            is_odd = not ({"device", tag}.isdisjoint(keys) or _is_tag(tag))
             if is_odd or not tag.isascii():
                 what = f"the location tag '{printable(tag)}' is not a device"
                 raise DeviceUnavailable(what, hint="name one with --device")
