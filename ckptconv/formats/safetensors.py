@@ -439,7 +439,7 @@ class SafetensorsFile(TargetFormat):
         tags = set(map(retag, {ref.pieces[0].storage.location for ref in refs}))
         for tag in tags:
             # one that is none of torch, which a reader would take for an alias or a checksum
-            is_odd = not ({"device", tag}.isdisjoint(keys) or _is_tag(tag))
+            is_odd = not (_is_tag(tag) or {"device", tag}.isdisjoint(keys))
             if is_odd or not tag.isascii():
                 what = f"the location tag '{printable(tag)}' is not a device"
                 raise DeviceUnavailable(what, hint="name one with --device")
