@@ -94,7 +94,7 @@ class LocalPlace(Location):
         return self.at
 
     def names(self) -> Sequence[str]:
-        return sorted(item.name for item in self.at.iterdir())
+        return sorted(os.listdir(self.at))  # noqa: PTH208 (of 10,000 files, several times)
 
     def open(self, pool: FilePool | None = None) -> Source:
         refuse_torn(self.at)

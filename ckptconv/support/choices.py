@@ -180,15 +180,15 @@ def refuse_no_path(**given: object) -> None:
             what, hint = f"{option}: an open file is not a path", "give the name of the file"
             raise OptionRefused(what, hint=hint)
         text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
-        what = f"{option}={path!r:.100} is not a path"
+        odd = ""
         if text:
             try:
                 if b"\0" not in os.fsencode(text):
                     continue
-                odd = "a zero byte"
+                odd = "holds a zero byte, so it "
             except UnicodeEncodeError:  # as no name is that a system gave
-                odd = "half a character (a lone surrogate)"
-            what = f"{option}={path!r:.100} holds {odd}, so it is not a path"
+                odd = "holds half a character (a lone surrogate), so it "
+        what = f"{option}={path!r:.100} {odd}is not a path"
         raise OptionRefused(what, hint="name a file or a folder")
 
 
