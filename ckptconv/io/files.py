@@ -368,11 +368,12 @@ class PooledSource(FileSource):
         self._is_closed = True
 
     def _descriptor(self) -> int:
-        if self._fd < 0 and not self._is_closed:
+        if self._fd < 0:
+            if self._is_closed:
+                raise self.closed()
             self._fd = _open_regular(self.path)
             if stamp(os.fstat(self._fd)) != self._stamp:
                 self.rest()
                 raise self.wrong("was replaced or changed while it was read")
-        fd = super()._descriptor()
         self._pool.hold(self)
-        return fd
+        return self._fd

@@ -42,9 +42,11 @@ def merged_runs(
     members: list[int] = []
     for number in sorted(range(len(ranges)), key=ranges.__getitem__):
         offset, nbytes = ranges[number]
-        end = max(last, offset + nbytes)
+        end = offset + nbytes
+        if end < last:
+            end = last
         # a negative size out of a file stays alone, and is refused when it is read
-        if members and offset - last <= gap(nbytes) and end - first <= longest and nbytes >= 0:
+        if members and end - first <= longest and nbytes >= 0 and offset - last <= gap(nbytes):
             last = end
             members.append(number)
             continue

@@ -237,7 +237,8 @@ def read_into_at(fd: int, view: memoryview, offset: int) -> int:
 def read_at(fd: int, nbytes: int, offset: int) -> bytes:
     """Up to `nbytes` bytes from `offset` on, for any number of threads, as `read_into_at`."""
     if hasattr(os, "pread"):
-        return bytes(_os.pread(fd, nbytes, offset))
+        raw: bytes = _os.pread(fd, nbytes, offset)
+        return raw
     with _PLACES[fd % len(_PLACES)]:
         os.lseek(fd, offset, os.SEEK_SET)
         return os.read(fd, nbytes)

@@ -14,7 +14,8 @@ are looked through when values of the item are first read.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from struct import Struct
 
 from ckptconv.formats.folders.dcp_metadata import Item, with_key
 from ckptconv.formats.zip_archive import Record, open_archive
@@ -52,13 +53,14 @@ Wanted = tuple[Item, Chunk]
 
 class _Kind(NamedTuple):
     """The bytes of an item around its values: `head` before them, and of the `behind` bytes behind
-    them those that are `fixed`, each run with its place. The checksum is at `crc_at` there.
+    them those that are `fixed`, as `runs` takes them out. The checksum is at `crc_at` there.
     """
 
     ref: TensorRef
     head: bytes
     behind: int
-    fixed: tuple[tuple[int, int, bytes], ...]
+    runs: Struct
+    fixed: tuple[bytes, ...]
     crc_at: int
 
 
@@ -110,9 +112,10 @@ class Kinds:
         item, chunk = wanted
         told = item.length, chunk.dtype, chunk.shape
         head, tail = ends[0][1], ends[-1][1]
-        known = self._kinds.get(told, ())
-        kind = next((kind for kind in known if _is_of(kind, head, tail)), None)
-        if kind is None:
+        for kind in self._kinds.get(told, ()):
+            if _is_of(kind, head, tail):
+                break
+        else:
             return None
         is_whole = head is tail
         if is_whole and not has_one_end(tail):
@@ -158,8 +161,7 @@ def _is_of(kind: _Kind, head: bytes, tail: bytes) -> bool:
     begin = len(tail) - kind.behind
     if begin < 0 or not head.startswith(kind.head):
         return False
-    tail = tail[begin:]
-    return not [start for start, stop, fixed in kind.fixed if tail[start:stop] != fixed]
+    return kind.runs.unpack_from(tail, begin) == kind.fixed
 
 
 def _kind_of(source: RangeSource, node: Node) -> _Kind | None:
@@ -183,7 +185,8 @@ def _kind_of(source: RangeSource, node: Node) -> _Kind | None:
     free = _free(head, tail, end, source, varying)
     if free is None:
         return None
-    return _Kind(node, head, behind, tuple(_fixed(tail, sorted(free))), crc_at=free[-1][0])
+    runs = _runs_between(sorted(free), behind)
+    return _Kind(node, head, behind, runs, runs.unpack(tail), crc_at=free[-1][0])
 
 
 def _named(records: Mapping[str, Record], name: str) -> tuple[Record | None, Record | None]:
@@ -220,9 +223,10 @@ def _free(
     return found
 
 
-def _fixed(tail: bytes, free: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, bytes]]:
-    at = 0
-    for start, stop in (*free, (len(tail), len(tail))):
-        if start > at:
-            yield at, start, tail[at:start]
-        at = stop
+def _runs_between(free: Sequence[tuple[int, int]], nbytes: int) -> Struct:
+    """What takes the runs of bytes out of so many between which the `free` ones lie."""
+    pattern, at = "", 0
+    for start, stop in (*free, (nbytes, nbytes)):
+        pattern += f"{max(0, start - at)}s{max(0, stop - max(start, at))}x"
+        at = max(at, stop)
+    return Struct(pattern)

@@ -117,9 +117,10 @@ class Items:
             what = f"was written through {', '.join(item.transforms)}, which ckptconv does not undo"
             raise UnsupportedCheckpoint(what, hint="save it without extensions, or dcp.load it")
         file = self._file(item.relative_path)
-        if id(item) not in self._ends:
+        ends = self._ends.pop(id(item), None)
+        if ends is None:
             self._read_ahead((item, chunk))
-        ends = self._ends.pop(id(item), ())
+            ends = self._ends.pop(id(item), [])
         guarded = self._guarded.get(item.relative_path)
         if chunk is not None and guarded is not None and ends:
             known = self._kinds.alike((item, chunk), ends, guarded)
@@ -181,30 +182,30 @@ class Items:
 
     def _read_ahead(self, one: Coming) -> None:
         """Hold the ends of an item and of some that come next, in files that are open already."""
-        wanted: dict[str, list[tuple[Item, Range]]] = {}
+        wanted: dict[str, list[tuple[Item, list[Range]]]] = {}
         total, most = 0, _AHEAD_FAR if self._folder.is_far() else CHUNK
         behind = (other for other in self._coming if other[0] is not one[0])
         for item, chunk in chain([one], behind):
             file = self._read.get(item.relative_path)
             if file is not None and 0 < item.length <= file.size - item.offset:
-                sizes = self._kinds.ends(item, chunk) or (SMALL, MOST_BEHIND)
-                for end in _ends(item, *sizes):
-                    wanted.setdefault(item.relative_path, []).append((item, end))
-                    total += end[1]
+                ends = _ends(item, *(self._kinds.ends(item, chunk) or (SMALL, MOST_BEHIND)))
+                wanted.setdefault(item.relative_path, []).append((item, ends))
+                for _, size in ends:
+                    total += size
             if total > most - SHORT:  # so that one read may do
                 break
         self._ends = {}
         reading = {
-            name: self._read[name].inner.begin_many([end for _, end in ranges])
-            for name, ranges in wanted.items()
+            name: self._read[name].inner.begin_many([end for _, ends in items for end in ends])
+            for name, items in wanted.items()
         }
-        for name, ranges in wanted.items():
+        for name, items in wanted.items():
             try:
-                found = reading[name]()
+                found = iter(reading[name]())
             except CheckpointError:  # said again when the very bytes are needed
                 continue
-            for (item, (at, _)), raw in zip(ranges, found, strict=True):
-                self._ends.setdefault(id(item), []).append((at, raw))
+            for item, ends in items:
+                self._ends[id(item)] = [(at, next(found)) for at, _ in ends]
 
     def rest(self) -> None:
         """Close the files until they are read again."""
