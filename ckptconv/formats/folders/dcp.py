@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -277,38 +278,39 @@ def _unplaced(metadata: Metadata, key: str, start: Shape | None) -> Item | None:
 
 class _Nested:
     """The nested state dict, put together from paths: a text label is a key of a dict, an int the
-    index in a list. `_holders` are these, `_values` all else, by what they are in and their label.
+    index in a list. `_labels` has what is in each of these, by its identity: a dict or list by its
+    label, and None for any other value.
     """
 
     def __init__(self) -> None:
         self.root = Dict()
-        self._holders: dict[tuple[int, str | int], Node] = {}
-        self._values: set[tuple[int, str | int]] = set()
+        self._labels: defaultdict[int, dict[str | int, Node]] = defaultdict(dict)
         self._gaps = 0
 
     def put(self, path: Path, value: Node) -> None:
         """Hang `value` at `path`; `MalformedCheckpoint` if something else is in the way."""
         holder: Node = self.root
+        there = self._labels[id(holder)]
         for label, following in pairwise(path):
-            place = id(holder), label
-            if place in self._values:
-                what = f"goes through '{printable(label)}', which is a value of another kind"
-                raise MalformedCheckpoint(f"its path {what}")
-            inner = self._holders.get(place)
+            inner = there.get(label)
             if inner is None:
-                inner = self._holders[place] = [] if type(following) is int else Dict()
+                if label in there:
+                    what = f"goes through '{printable(label)}', which is a value of another kind"
+                    raise MalformedCheckpoint(f"its path {what}")
+                inner = there[label] = [] if type(following) is int else Dict()
                 self._hang(holder, label, inner)
-            holder = inner
-        place = id(holder), path[-1]
-        if place in self._values or place in self._holders:
+            holder, there = inner, self._labels[id(inner)]
+        label = path[-1]
+        if label in there:
             raise MalformedCheckpoint("two keys have one place in the state dict")
-        self._hang(holder, path[-1], value)
-        self._values.add(place)
+        self._hang(holder, label, value)
+        there[label] = None
 
     def dicts(self) -> Iterator[Dict]:
         """The root, and all dicts that paths go through."""
         yield self.root
-        yield from (holder for holder in self._holders.values() if type(holder) is Dict)
+        for there in self._labels.values():
+            yield from (holder for holder in there.values() if type(holder) is Dict)
 
     def _hang(self, holder: Node, label: str | int, value: Node) -> None:
         if (type(holder) is list) is not (type(label) is int):
