@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ckptconv.pickles.nodes import Dict, Node, mapping_pairs, substituted
 from ckptconv.support.choices import OPTIMIZER_FORMS, OptimizerForm, refuse_other
@@ -65,6 +66,18 @@ class ParameterOrder(NamedTuple):
 
     source: str
     parameters: Sequence[Parameter]
+
+
+def _plain_order(given: Any) -> ParameterOrder:
+    """An order as the user wrote it; a shape may be a `torch.Size`."""
+    try:
+        source, parameters = given
+        plain = [(name, shape if shape is None else tuple(shape)) for name, shape in parameters]
+    except (TypeError, ValueError):
+        plain = None
+    if plain is None or type(source) is not str or any(type(name) is not str for name, _ in plain):
+        raise OptionRefused(f"order={given!r:.100} is not (SOURCE, [(NAME, SHAPE), ...])")
+    return ParameterOrder(source, [Parameter(*pair) for pair in plain])
 
 
 def order_of(found: StateDict, source: str) -> ParameterOrder:
@@ -261,8 +274,9 @@ class FormOptimizer:
     the weights at the root of the checkpoint) or ``megatron``, which a `torch_dist` folder of
     Megatron had before it was opened: for a DCP folder, and before any other edit.
 
-    `order` are the parameters in the order of ``model.parameters()``; without it numbers are those
-    of the one state dict beside, where its file keeps the order of the module. Raises
+    `order` are the parameters in the order of ``model.parameters()``, also as a plain
+    ``(SOURCE, [(NAME, SHAPE), ...])``; without it numbers are those of the one state dict beside,
+    where its file keeps the order of the module. Raises
     `OptionRefused` where there is no optimizer state (unless `if_there`), `RefusedObject` where a
     number may mean several parameters, or the order of names is not known.
     """
@@ -273,6 +287,8 @@ class FormOptimizer:
 
     def __post_init__(self) -> None:
         refuse_other("optimizer", self.form, OPTIMIZER_FORMS)
+        if self.order is not None and type(self.order) is not ParameterOrder:
+            object.__setattr__(self, "order", _plain_order(self.order))
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         if self.form == "megatron":

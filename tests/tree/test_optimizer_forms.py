@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from ckptconv import CheckpointError, convert_checkpoint
+from ckptconv import CheckpointError, FormOptimizer, convert_checkpoint, load_portable
+from ckptconv.support.errors import OptionRefused
 from helpers.examples import some
 from helpers.program import run
 
@@ -173,6 +174,25 @@ def test_an_order_names_parameters_as_the_checkpoint_does(tmp_path):
     (tmp_path / "order.txt").write_text("\n".join([*names, "more.weight"]))
     told = refused(tmp_path, tree, optimizer="names", order_from=tmp_path / "order.txt")
     assert "more.weight: is a parameter of" in told and "not in the checkpoint" in told
+
+
+@pytest.mark.parametrize("parts", [["model", "optimizer"], ["optimizer"]])
+def test_an_edit_takes_the_order_that_python_knows(parts, tmp_path):
+    model, optimizer = trained()
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({part: tree[part] for part in parts}, tmp_path / "in.pt")
+    shapes = [(name, value.shape) for name, value in model.named_parameters()]
+    edits = [FormOptimizer("names", ("my model", shapes))]
+    made = load_portable(tmp_path / "in.pt", whole=True, edits=edits)
+    assert same(made["optimizer"], get_optimizer_state_dict(model, optimizer))
+
+
+@pytest.mark.parametrize(
+    "order", ["a.txt", ("a.txt",), ("a.txt", ["w"]), ("a.txt", [("w", 3)]), ("a", [(0, (3,))])]
+)
+def test_an_edit_refuses_what_is_not_an_order(order):
+    with pytest.raises(OptionRefused, match=r"is not \(SOURCE, \[\(NAME, SHAPE\)"):
+        FormOptimizer("names", order)
 
 
 def test_what_is_not_an_optimizers_state_is_refused(tmp_path):
