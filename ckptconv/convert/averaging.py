@@ -132,7 +132,7 @@ def _checked_weights(weights: Iterable[float] | None, count: int) -> list[float]
     if weights is None:
         return [1.0] * count
     given: list[float] = []
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         given = [] if isinstance(weights, str) else [float(weight) for weight in weights]
     if not given:
         raise OptionRefused(

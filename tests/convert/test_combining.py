@@ -188,7 +188,9 @@ def test_weights_whose_sum_is_no_number_are_weights(tmp_path):
     assert torch.equal(made["rows"], mean([item["rows"] for item in found], [1, 1]))
 
 
-@pytest.mark.parametrize("weights", [[1], [1, 0], [1, -1], [1, math.nan], [1, math.inf]])
+@pytest.mark.parametrize(
+    "weights", [[1], [1, 0], [1, -1], [1, math.nan], [1, math.inf], [1, 10**400]]
+)
 def test_weights_are_positive_and_as_many(tmp_path, weights):
     paths, _ = saved(tmp_path, 2)
     with pytest.raises(OptionRefused):
