@@ -30,7 +30,7 @@ from typing import Any
 from ckptconv.batch.engines import Ended, Engine, Work, run_work
 from ckptconv.io.hidden_folders import KeptFolder
 from ckptconv.support import platforms
-from ckptconv.support.errors import OptionRefused
+from ckptconv.support.errors import OptionRefused, printable
 from ckptconv.support.records import dataclass
 from ckptconv.support.signals import held_back, stop_in_good_order
 
@@ -91,7 +91,12 @@ class Processes(Engine):
             worker = worker or self._new_worker() or self._soon_free(work)
             if worker is None:
                 return
-            raw = bytes(ForkingPickler.dumps(work))
+            try:
+                raw = bytes(ForkingPickler.dumps(work))
+            except Exception as error:  # keys=lambda, or whatever the own code of a user raises
+                what = f"a job cannot be sent to another process: {printable(error)}"
+                hint = "use functions of a module, or executor='serial'"
+                raise OptionRefused(what, hint=hint) from error
             unread = sum(size for _, size in worker.given)
             if worker.given and unread + len(raw) > _IN_PIPE:
                 return

@@ -289,6 +289,37 @@ class FlakyJob(Job):
         return Job.run(self, on_progress)
 
 
+class Ending:
+    """A function of keys that is shown as any other of its kind."""
+
+    def __init__(self, end: str) -> None:
+        self.end = end
+
+    def __call__(self, key: str) -> str:
+        return key + self.end
+
+    def __repr__(self) -> str:
+        return "Ending"
+
+
+def test_another_function_of_keys_is_another_rule(room):
+    for end in "ab":
+        options = Options(keys=Ending(end))
+        job = Job(room / "0.pt", room / "o.safetensors", options)
+        (receipt,) = convert_many([job], ledger=room / "ledger.jsonl")
+        assert receipt.state == "done" and not receipt.earlier
+        assert all(key.endswith(end) for key in load_file(room / "o.safetensors"))
+    (receipt,) = convert_many([job], ledger=room / "ledger.jsonl")
+    assert receipt.earlier  # it is the same
+
+
+def test_a_job_that_no_other_process_can_be_told_of_says_so(room):
+    job = Job(room / "0.pt", room / "o.safetensors", Options(keys=lambda key: key))
+    with pytest.raises(OptionRefused, match=r"cannot be sent to another process.*lambda"):
+        list(convert_many([job], executor="processes", workers=1))
+    assert not (room / "o.safetensors").exists()
+
+
 @pytest.mark.parametrize(("times", "state"), [(2, "done"), (3, "failed")])
 def test_what_may_pass_is_tried_again(times, state, room):
     told = []
