@@ -4,7 +4,7 @@ A worker does one job after the other, and tells of each as it ends, so it is kn
 worker had. A worker whose driver is gone ends at once.
 
 Small jobs that take milliseconds are given to a worker some at a time, and what came of them is
-looked at some at a time: to wake this process for each took a tenth of the processor, and the
+looked at some at a time: to wake this process for each took a twelfth of the processor, and the
 workers waited for it.
 """
 
