@@ -20,6 +20,7 @@ from ckptconv.io import places
 from ckptconv.io.location import Location
 from ckptconv.io.open_files import OpenFile
 from ckptconv.io.places import files_below, place_of
+from ckptconv.keys.key_map import KeyRules
 from ckptconv.support.choices import one_or_several
 from ckptconv.support.errors import OptionRefused
 from ckptconv.support.records import given_fields
@@ -165,6 +166,14 @@ def _plain(value: Any) -> Any:
     return repr(value)
 
 
+def _reads_configs(options: Options | Request) -> bool:
+    """Whether numbers of a config may be asked for: rules name some, and quantised weights."""
+    if isinstance(options, Options):
+        has_rules = options.rules or options.preset or isinstance(options.keys, KeyRules)
+        return bool(has_rules or options.dequantize)
+    return bool(options.keys.rules or options.edits)
+
+
 def _places_named(job: Job) -> Iterator[Location]:
     if not isinstance(job.options, Options):
         return
@@ -175,7 +184,17 @@ def _places_named(job: Job) -> Iterator[Location]:
 
 
 def _places_beside(job: Job) -> Iterator[Location]:
-    """The files that lie beside what a job reads and go into its output with it."""
+    """The files that lie beside what a job reads, and go into its output with it or say how its
+    values are read.
+    """
+    if _reads_configs(job.options):
+        from ckptconv.tree.lora_adapters import CONFIG  # seldom needed, as the next one is
+        from ckptconv.tree.model_config import CONFIGS
+
+        for place in places_of(job):
+            if not place.is_folder():  # whose files all count
+                home = place_of(place.path.parent)
+                yield from map(home.child, (*CONFIGS, CONFIG))
     if not (job.options.with_files or job.options.with_training):
         return
     for place in places_of(job):

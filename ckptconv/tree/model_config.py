@@ -20,6 +20,9 @@ from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.schemes.base import QUANTIZATION_KEYS, Facts, known_dtype
 from ckptconv.tree.checkpoint import Checkpoint
 
+CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json")
+"""All that is read here."""
+
 
 def config_beside(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """The model's ``config.json`` beside a checkpoint, or ``params.json`` of Meta's; of a GGUF file

@@ -320,6 +320,22 @@ def test_a_job_that_no_other_process_can_be_told_of_says_so(room):
     assert not (room / "o.safetensors").exists()
 
 
+def test_another_config_beside_a_file_is_another_source_of_rules_that_read_it(room):
+    save_file({"q": torch.arange(8.0)}, room / "q.safetensors")
+    rule = {"from": "q", "to": "q", "operations": [{"rope": "num_attention_heads"}]}
+    job = Job(room / "q.safetensors", room / "o.safetensors", Options(rules=[rule]))
+    made = []
+    for heads in (1, None, 2):
+        if heads is not None:
+            (room / "config.json").write_text(f'{{"num_attention_heads": {heads}}}')
+        (receipt,) = convert_many([job], ledger=room / "ledger.jsonl")
+        assert receipt.state == "done" and receipt.earlier is (heads is None)
+        made.append(load_file(room / "o.safetensors")["q"].tolist())
+    # the pairs of each head, the first of all of them before the second
+    assert made[0] == made[1] == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert made[2] == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
 @pytest.mark.parametrize(("times", "state"), [(2, "done"), (3, "failed")])
 def test_what_may_pass_is_tried_again(times, state, room):
     told = []
