@@ -313,6 +313,22 @@ def test_another_function_of_keys_is_another_rule(room):
     assert receipt.earlier  # it is the same
 
 
+def test_a_function_with_fields_may_have_other_code(room):
+    """As in a script that was changed, and is run again."""
+
+    def told(order: int) -> str:
+        @dataclass(frozen=True)
+        class Named:
+            end: str = "a"
+
+            def __call__(self, key: str) -> str:
+                return "".join((key, self.end)[::order])
+
+        return fingerprint(Job(room / "0.pt", room / "o.pt", Options(keys=Named())))
+
+    assert told(1) != told(-1)
+
+
 def test_a_job_that_no_other_process_can_be_told_of_says_so(room):
     job = Job(room / "0.pt", room / "o.safetensors", Options(keys=lambda key: key))
     with pytest.raises(OptionRefused, match=r"cannot be sent to another process.*lambda"):
