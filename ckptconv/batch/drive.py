@@ -179,22 +179,13 @@ class _Run:
             self._ready.appendleft(heapq.heappop(self._later)[2])
         if not self._ready and not self._is_over:
             yield from self._choose()
-        while self._ready and len(self._running) < self._slots() and not self._is_over:
+        while self._ready and len(self._running) < self._engine.slots and not self._is_over:
             task = self._ready.popleft()
             self._running[task.number] = task
             self._tell(Event("started", task.number, task.job))
             self._engine.start(task)
             if not self._ready:
                 yield from self._choose()
-
-    def _slots(self) -> int:
-        """How many jobs may have begun; what has begun ends, also after a failure that is to stop
-        the others.
-        """
-        engine = self._engine
-        if self._wanted.on_error == "stop":
-            return min(engine.slots, 2 * engine.workers)
-        return engine.slots
 
     def _choose(self) -> Iterator[Receipt]:
         """Some more jobs become ready, and the ledger says so first."""

@@ -24,9 +24,6 @@ class Work(Protocol):
     def memory(self) -> int:
         """The bytes of memory that it takes, about."""
 
-    def is_small(self) -> bool:
-        """Whether it is likely to take as little time as others that are small."""
-
 
 def run_work(work: Work) -> Any:
     """Do it: what is called in a worker."""

@@ -1,11 +1,7 @@
 """Runs jobs in processes of this host, which are started once and used again.
 
-A worker does one job after the other, and tells of each as it ends, so it is known which job a lost
-worker had. A worker whose driver is gone ends at once.
-
-Small jobs that take milliseconds are given to a worker some at a time, and what came of them is
-looked at some at a time: to wake this process for each took a twelfth of the processor, and the
-workers waited for it.
+A worker has one job at a time, so it is known which job a lost worker had. A worker whose driver is
+gone ends at once.
 """
 
 from __future__ import annotations
@@ -17,11 +13,9 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -38,24 +32,19 @@ _GRACE = 10.0
 """Seconds in which a worker that is told to end may clean up."""
 _MANY_NEW = 700
 """Objects that are there since the collector last ran, from which it runs between two jobs."""
-_AHEAD, _AHEAD_SECONDS = 16, 0.02
-"""Jobs that a worker has at most, and about how long they may take."""
-_IN_PIPE = 4096
-"""Bytes that any pipe takes while nobody reads: who sends small jobs ahead never waits."""
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
     process: BaseProcess
     pipe: Any  # a connection, whose class is another one on Windows
-    given: deque[tuple[Work, int]] = field(default_factory=deque)
-    """What it has not told of yet, in turn, each with its bytes in the pipe."""
+    number: int | None = None
 
 
 class Processes(Engine):
     """Runs tasks in so many processes, each started with a fresh interpreter.
 
-    As many tasks more as workers have wait here, so that each has its next one as soon as it asks.
+    As many tasks more wait here, so that a worker has its next one as soon as it asks for it.
     """
 
     name = "processes"
@@ -67,8 +56,6 @@ class Processes(Engine):
         self._waiting: deque[Work] = deque()
         self._held: int | None = None
         self._ended: list[Ended] = []
-        self._pace = _AHEAD_SECONDS  # seconds that a worker lately took for a task
-        self._looked = time.monotonic()
 
     @property
     def workers(self) -> int:
@@ -82,43 +69,18 @@ class Processes(Engine):
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Give waiting tasks to workers that have nothing to do, or are yet to be started; small
-        ones also to those that will soon have nothing to do.
-        """
+        """Give waiting tasks to workers that have nothing to do, or are yet to be started."""
         while self._waiting:
-            work = self._waiting[0]
-            worker = next((one for one in self._workers if not one.given), None)
-            worker = worker or self._new_worker() or self._soon_free(work)
+            worker = next((one for one in self._workers if one.number is None), None)
+            worker = worker or self._new_worker()
             if worker is None:
                 return
-            try:
-                raw = bytes(ForkingPickler.dumps(work))
-            except Exception as error:  # keys=lambda, or whatever the own code of a user raises
-                what = f"a job cannot be sent to another process: {printable(error)}"
-                hint = "use functions of a module, or executor='serial'"
-                raise OptionRefused(what, hint=hint) from error
-            unread = sum(size for _, size in worker.given)
-            if worker.given and unread + len(raw) > _IN_PIPE:
-                return
+            raw = _pickled(self._waiting[0])
+            worker.number = self._waiting.popleft().number
             try:
                 worker.pipe.send_bytes(raw)
-            except OSError:
-                if worker.given:  # what it told before it was lost is still to be read
-                    return
-                worker.given.append((self._waiting.popleft(), 0))
-                self._ended.append(self._lose(worker))  # while it had nothing to do
-                continue
-            worker.given.append((self._waiting.popleft(), len(raw)))
-
-    def _soon_free(self, work: Work) -> _Worker | None:
-        """The worker that is given a task ahead; None where it might wait behind a large one while
-        another worker has nothing to do.
-        """
-        worker = min(self._workers, key=lambda one: len(one.given))
-        return worker if len(worker.given) < self._most_ahead() and work.is_small() else None
-
-    def _most_ahead(self) -> int:
-        return max(1, min(_AHEAD, int(_AHEAD_SECONDS / self._pace)))
+            except OSError:  # it was lost while it had nothing to do
+                self._ended.append(self._lose(worker))
 
     def _new_worker(self) -> _Worker | None:
         """One worker more; None where there are as many as there can be."""
@@ -155,28 +117,12 @@ class Processes(Engine):
 
     def ended(self, seconds: float | None) -> Sequence[Ended]:
         if not self._ended:
-            busy = {worker.pipe: worker for worker in self._workers if worker.given}
-            fewest = min(len(worker.given) for worker in busy.values())
-            if fewest > 1:  # half of that is looked at together, before a worker has nothing to do
-                time.sleep(fewest * self._pace / 2)
-            while busy and (ready := wait(list(busy), seconds)):
-                self._ended += [self._end(busy[pipe]) for pipe in ready]
-                busy = {pipe: worker for pipe, worker in busy.items() if worker.given}
-                seconds = 0
-            self._keep_pace(len(self._ended))
+            busy = {worker.pipe: worker for worker in self._workers if worker.number is not None}
+            for pipe in wait(list(busy), seconds):
+                self._ended.append(self._end(busy[pipe]))
             self._hand_out()
         found, self._ended = self._ended, []
         return found
-
-    def _keep_pace(self, count: int) -> None:
-        """So many tasks have ended since this was last told."""
-        now = time.monotonic()
-        if count:
-            found = (now - self._looked) * len(self._workers) / count
-            # one wait for the disk, as of a ledger, does not tell of a slow worker
-            self._pace = max(1e-6, min(found, 2 * self._pace))
-            self.slots = (1 + self._most_ahead()) * self._most
-        self._looked = now
 
     def _end(self, worker: _Worker) -> Ended:
         """What a worker says that has something to say, or is gone."""
@@ -184,23 +130,23 @@ class Processes(Engine):
             given = worker.pipe.recv()
         except (EOFError, OSError):
             return self._lose(worker)
-        return Ended(worker.given.popleft()[0].number, given)
+        number, worker.number = worker.number, None
+        assert number is not None
+        return Ended(number, given)
 
     def _lose(self, worker: _Worker) -> Ended:
-        """What it was at is lost; what it had not begun is for others."""
         self._workers.remove(worker)
         worker.pipe.close()
         worker.process.join(_GRACE)
-        lost, *others = [work for work, _ in worker.given]
-        worker.given.clear()
-        self._waiting.extendleft(reversed(others))
-        return Ended(lost.number, None, _ending(worker.process.exitcode))
+        number, code = worker.number, worker.process.exitcode
+        assert number is not None
+        return Ended(number, None, _ending(code))
 
     def close(self) -> None:
         workers, self._workers = self._workers, []
         self._waiting.clear()
         for worker in workers:
-            if worker.given:
+            if worker.number is not None:
                 worker.process.terminate()
             worker.pipe.close()
         for worker in workers:
@@ -208,6 +154,15 @@ class Processes(Engine):
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
+
+
+def _pickled(work: Work) -> bytes:
+    try:
+        return bytes(ForkingPickler.dumps(work))
+    except Exception as error:  # keys=lambda, or whatever the own code of a user raises
+        what = f"a job cannot be sent to another process: {printable(error)}"
+        hint = "use functions of a module, or executor='serial'"
+        raise OptionRefused(what, hint=hint) from error
 
 
 def _ending(code: int | None) -> str:

@@ -53,10 +53,6 @@ class ShareTask:
         """That of the share."""
         return self.share.memory()
 
-    def is_small(self) -> bool:
-        """No: a share is made of what was too much for one process."""
-        return False
-
 
 def share_out_on(engine: Engine, tries: int = 3) -> ShareOut:
     """Has shares made by an engine; one whose worker is lost, or which the network kept from being

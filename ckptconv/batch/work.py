@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import stat
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, field, replace
@@ -75,19 +74,7 @@ class Task:
                         nbytes += source.size
         return min(_MOST, max(_LEAST, nbytes // _INDEX_SHARE))
 
-    def is_small(self) -> bool:
-        """Whether the job has one source, a small file of this host."""
-        source = self.job.source
-        if not isinstance(source, (str, os.PathLike)):
-            return False
-        try:
-            found = os.stat(source)  # noqa: PTH116 (a place costs more, of each of 10,000 jobs)
-        except (OSError, ValueError):
-            return False
-        return stat.S_ISREG(found.st_mode) and found.st_size <= _SMALL
 
-
-_SMALL = 1 << 20
 _LEAST, _MOST = 256 << 20, 2 << 30
 """A conversion streams, and holds the index of its source."""
 _INDEX_SHARE = 64

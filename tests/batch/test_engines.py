@@ -9,7 +9,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from ckptconv import Job, OptionRefused, Options, convert_many
+from ckptconv import Job, OptionRefused
 from ckptconv.batch.choosing import engine_of
 from ckptconv.batch.engines import Engine, OnExecutor, Serial
 from ckptconv.batch.processes import Processes
@@ -92,69 +92,6 @@ def test_tasks_are_done_by_the_workers_that_could_be_started(tmp_path, monkeypat
     may_start = iter([False])
     with Processes(3) as engine, pytest.raises(OptionRefused, match="process can be started: no m"):
         drained(engine, [Task(0, jobs[0])])
-
-
-@pytest.fixture
-def quick():
-    """An engine of one worker, to which tasks seem to take a millisecond."""
-    with Processes(1) as engine:
-        engine._pace, engine.slots = 0.001, 17
-        yield engine
-
-
-def test_of_tasks_given_ahead_the_one_is_lost_at_which_the_worker_was(quick, tmp_path):
-    checkpoint(tmp_path / "a.pt")
-    checkpoint(tmp_path / "poison.pt")
-    tasks = [Task(at, Job(tmp_path / "a.pt", tmp_path / f"{at}.safetensors")) for at in range(4)]
-    tasks[1] = Task(1, KillingJob(tmp_path / "poison.pt", tmp_path / "1.safetensors"))
-    for task in tasks[:3]:
-        quick.start(task)
-    (worker,) = quick._workers
-    assert [work.number for work, _ in worker.given] == [0, 1, 2]
-    worker.process.join(60)
-    found = {}
-    quick.start(tasks[3])  # nobody reads what is sent there, and what it told is still unread
-    while len(found) < len(tasks):
-        for ended in quick.ended(60):
-            assert ended.number not in found
-            found[ended.number] = "lost" if ended.lost else ended.given.state
-    assert found == {0: "done", 1: "lost", 2: "done", 3: "done"}
-
-
-def test_what_is_not_small_waits_until_a_worker_has_nothing_to_do(quick, tmp_path):
-    checkpoint(tmp_path / "small.pt")
-    with (tmp_path / "large.pt").open("wb") as file:
-        file.truncate((1 << 20) + 1)
-    for at, name in enumerate(("small.pt", "large.pt", "small.pt")):
-        quick.start(Task(at, Job(tmp_path / name, tmp_path / f"{at}.safetensors")))
-    (worker,) = quick._workers
-    assert [work.number for work, _ in worker.given] == [0]
-
-
-def test_a_pipe_is_never_filled_by_what_is_given_ahead(quick, tmp_path):
-    checkpoint(tmp_path / "a.pt")
-    told = Options(metadata={"note": "x" * 1500})
-    for at in range(5):
-        quick.start(Task(at, Job(tmp_path / "a.pt", tmp_path / f"{at}.safetensors", told)))
-    (worker,) = quick._workers
-    assert [work.number for work, _ in worker.given] == [0, 1]
-
-
-def test_after_a_failure_that_stops_a_batch_little_begins_however_quick_it_was(quick, tmp_path):
-    checkpoint(tmp_path / "a.pt")
-    (tmp_path / "bad.pt").write_bytes(b"nothing")
-    jobs = [Job(tmp_path / "a.pt", tmp_path / f"{at}.safetensors") for at in range(9)]
-    jobs.insert(0, Job(tmp_path / "bad.pt", tmp_path / "bad.safetensors"))
-    receipts = list(convert_many(jobs, executor=quick, on_error="stop"))
-    assert [receipt.state for receipt in receipts] == ["failed", "done"]
-
-
-def test_a_job_is_small_by_its_one_file(tmp_path):
-    checkpoint(tmp_path / "a.pt")
-    sources = (tmp_path / "a.pt", str(tmp_path / "a.pt"), tmp_path, tmp_path / "none.pt")
-    sources += ([tmp_path / "a.pt"], "s3://bucket/a.pt")
-    small = [Task(0, Job(source, "out.safetensors")).is_small() for source in sources]
-    assert small == [True, True, False, False, False, False]
 
 
 def test_words_of_an_engine_are_not_before_the_document(tmp_path, monkeypatch, capsys):
