@@ -48,7 +48,7 @@ def read_beside(jobs: Sequence[Job]) -> dict[str, int]:
     """
     named: dict[Location, int] = {}
     for number, job in enumerate(jobs):
-        for place in (*_places_named(job), *_places_beside(job)):
+        for place in (*places_named(job), *_places_beside(job)):
             named.setdefault(place, number)
     return {real_name(place): number for place, number in named.items()}
 
@@ -126,7 +126,7 @@ def fingerprint(job: Job) -> str:
         "source": [[place.absolute_name, stamps(place)] for place in places_of(job)],
         "tag": job.tag,
         "options": _options_told(job.options),
-        "files": [[str(place), stamps(place)] for place in _places_named(job)],
+        "files": [[str(place), stamps(place)] for place in places_named(job)],
         "beside": [[str(place), stamps(place)] for place in _places_beside(job)],
     }
     raw = json.dumps(told, sort_keys=True, default=str).encode()
@@ -175,7 +175,8 @@ def _reads_configs(options: Options | Request) -> bool:
     return bool(options.keys.rules or options.edits)
 
 
-def _places_named(job: Job) -> Iterator[Location]:
+def places_named(job: Job) -> Iterator[Location]:
+    """The files that options of a job name; of shards, their index."""
     if not isinstance(job.options, Options):
         return
     for name in FILES_READ:

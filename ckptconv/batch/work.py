@@ -11,13 +11,21 @@ from dataclasses import asdict, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from ckptconv.batch.identity import fingerprint, names_of, places_of, stamp_of, stamps
+from ckptconv.batch.identity import (
+    fingerprint,
+    names_of,
+    places_named,
+    places_of,
+    stamp_of,
+    stamps,
+)
 from ckptconv.batch.own_code import code_version, other_code
 from ckptconv.batch.receipts import Failure, Receipt, Stamps, failed_by
 from ckptconv.convert.execute import ConversionResult
 from ckptconv.convert.job import Job
 from ckptconv.convert.plan import ConversionPlan
 from ckptconv.convert.whole import standing
+from ckptconv.formats.folders.sharded import shards_named
 from ckptconv.io.location import Location
 from ckptconv.io.outputs import clear_leftovers
 from ckptconv.io.places import Named, place_of
@@ -177,6 +185,8 @@ def _read_outside(plan: ConversionPlan, job: Job) -> Stamps:
         if source.path not in own
     ]
     told += [(item.place, item.stamp) for item in plan.beside.copied if item.place is not None]
+    shards = [shard for place in places_named(job) for shard in shards_named(place)]
+    told += [(shard, shard.fingerprint()) for shard in shards]
     named = [place.absolute_name for place in places] if told else []
     read = {}
     for place, found in told:

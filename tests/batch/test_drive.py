@@ -352,6 +352,25 @@ def test_another_config_beside_a_file_is_another_source_of_rules_that_read_it(ro
     assert made[2] == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
+def test_another_shard_of_what_keys_are_fitted_to_is_another_option(room):
+    """The index that the option names may be as it was."""
+    torch.save({"a.w": torch.ones(2), "b.w": torch.ones(3)}, room / "s.pt")
+    (room / "like").mkdir()
+    index = room / "like" / "model.safetensors.index.json"
+    shard = "model-00001-of-00001.safetensors"
+    index.write_text(json.dumps({"weight_map": {"x.w": shard, "y.w": shard}}))
+    made = []
+    for sizes, is_earlier in (((2, 3), False), ((2, 3), True), ((3, 2), False)):
+        if not is_earlier:
+            x, y = map(torch.zeros, sizes)
+            save_file({"x.w": x, "y.w": y}, index.parent / shard)
+        job = Job(room / "s.pt", room / "o.pt", Options(like=index))
+        (receipt,) = convert_many([job], ledger=room / "ledger.jsonl")
+        assert (receipt.state, receipt.earlier) == ("done", is_earlier)
+        made.append({key: len(value) for key, value in torch.load(room / "o.pt").items()})
+    assert made == [{"x.w": 2, "y.w": 3}, {"x.w": 2, "y.w": 3}, {"y.w": 2, "x.w": 3}]
+
+
 @pytest.mark.parametrize(("times", "state"), [(2, "done"), (3, "failed")])
 def test_what_may_pass_is_tried_again(times, state, room):
     told = []
