@@ -14,15 +14,16 @@ _INTERRUPTED = (
 
 def main() -> None:
     """Import the command line, which takes a moment in which Ctrl-C is not an error, and run it."""
-    # one command and the process ends: neither modules nor a tree of a million nodes are garbage,
-    # and looking costs a tenth
-    gc.disable()
-    atexit.register(gc.freeze)  # else Python looks once more as it ends
     try:
+        # one command and the process ends: neither modules nor a tree of a million nodes are
+        # garbage, and looking costs a tenth
+        gc.disable()
+        atexit.register(gc.freeze)  # else Python looks once more as it ends
         from ckptconv.cli.main import main as command_line
         from ckptconv.support.platforms import tame_blas
 
         tame_blas()
+        command_line()  # tells of its own stops, once it hears of them
     except (KeyboardInterrupt, RuntimeError) as error:
         # until 3.11, Python makes a RuntimeError of one that comes while a class is made
         if not isinstance(error.__cause__ or error, KeyboardInterrupt):
@@ -30,7 +31,6 @@ def main() -> None:
         if "--json" in sys.argv:
             print(_INTERRUPTED)
         sys.exit(130)
-    command_line()
 
 
 if __name__ == "__main__":

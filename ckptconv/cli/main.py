@@ -24,7 +24,7 @@ from ckptconv.support.errors import (
     on_command_line,
     printable,
 )
-from ckptconv.support.signals import missed_stop, stop_in_good_order
+from ckptconv.support.signals import held_back, missed_stop, stop_in_good_order
 
 COMMANDS = {
     "Convert": {
@@ -203,10 +203,11 @@ def main() -> None:
 
     They are 0 (done), 1 (refused or failed), 2 (usage), 130 and 143 (stopped).
     """
-    stop_in_good_order()  # first: a signal from here on leaves nothing behind
-    terminal.fill_closed_streams()
-    terminal.take_any_text()
     try:
+        stop_in_good_order()  # first: a signal from here on leaves nothing behind
+        with held_back():  # until there are streams on which it can be told
+            terminal.fill_closed_streams()
+            terminal.take_any_text()
         with one_run(), warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)  # notes say the same
             colors = terminal.colors()

@@ -83,6 +83,18 @@ terminal.print_summary = making
 main()
 """
 
+AT_THE_START = """
+import signal
+import ckptconv.cli.terminal as terminal
+from ckptconv.__main__ import main
+filling = terminal.{function}
+def stopped():
+    signal.raise_signal(signal.{name})
+    filling()
+terminal.{function} = stopped
+main()
+"""
+
 
 def script(text: str, *arguments: object, cwd: Path):
     return run_process(*arguments, cwd=cwd, command=[PROGRAM[0], "-c", text])
@@ -126,6 +138,15 @@ def test_a_stop_that_was_swallowed_is_the_exit_code(name, code, tmp_path):
     assert done.err.endswith(
         "error: stopped by a signal, but too late: the command had come to its end\n"
     )
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize("function", ["fill_closed_streams", "take_any_text"])
+def test_a_stop_before_there_are_streams_is_told_in_one_line(function, name, code, tmp_path):
+    text = AT_THE_START.format(function=function, name=name)
+    done = script(text, "convert", SAMPLES / "tied.pt", "out.pt", cwd=tmp_path)
+    assert done.exit == code and "Traceback" not in done.err
+    assert done.err.count("\n") == (name == "SIGINT") and not (tmp_path / "out.pt").exists()
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])

@@ -5,6 +5,7 @@ old one, the new, or none.
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from helpers.crash_scenes import (
 )
 from helpers.examples import crossed, examples
 from helpers.faults import ERRORS, KILL, STOPPED, STOPS, Call, Traced, require_strace
-from helpers.program import PROGRAM, assert_one_error, environment, run
+from helpers.program import PROGRAM, assert_one_error, environment
 
 CLEANING = {"unlink", "unlinkat", "rmdir"}
 """Calls by which what is left is removed: where they fail, it stays."""
@@ -162,7 +163,7 @@ def stops_at_random(scene: Scene, room: Path, count: int) -> Counter[str]:
     """Runs that are stopped, each up to three times; returns how they ended."""
     made(scene, room)
     begin = time.monotonic()
-    assert run(*scene.arguments(room), cwd=room).exit == 0
+    assert stopped(scene, room, signal.SIGINT, [])[0] == 0
     usual = time.monotonic() - begin
     return Counter(stop_at_random(scene, room, random.Random(seed), usual) for seed in range(count))
 
@@ -178,9 +179,11 @@ def stop_at_random(scene: Scene, room: Path, chance: random.Random, usual: float
     code, err = stopped(scene, room, number, [chance.uniform(0, 1.1 * usual), *again])
     after = scene.state(room)
     if "Traceback" in err:  # in python's own start, before it heard of us
-        # the line of the package that was reached may be its first import, which has no handler yet
+        # the line of the package that was reached may be of its first imports, which have no
+        # handler yet
         named = [line for line in err.splitlines() if "ckptconv/" in line]
-        assert all("ckptconv/__init__.py" in line for line in named), err
+        first = r'ckptconv/__(init__\.py|main__\.py", line \d, in <module>)'
+        assert all(re.search(first, line) for line in named), err
         is_unheard = "Exception ignored in" in err  # python dropped the signal, and the run went on
         assert after == state or (is_unheard and code == 0 and after == "new"), err
     else:
