@@ -214,9 +214,8 @@ def aliases_in(metadata: Mapping[str, str], names: Collection[str]) -> dict[str,
     has_texts = len(found) < len(others)
 
     def is_alias(alias: str, kept: str) -> bool:
-        if alias.rpartition(".")[2] == kept.rpartition(".")[2] or ("." in alias and "." in kept):
-            return True
-        if alias in _OWN:
+        ends_alike = alias.rpartition(".")[2] == kept.rpartition(".")[2]
+        if alias in _OWN or ends_alike or ("." in alias and "." in kept):
             return True
         return not has_texts and _DESCRIBING.isdisjoint(re.split(r"[\W_]+", alias.lower()))
 

@@ -20,7 +20,12 @@ from ckptconv.tensors.dtypes import DType
 from ckptconv.tensors.schemes.base import QUANTIZATION_KEYS, Facts, known_dtype
 from ckptconv.tree.checkpoint import Checkpoint
 
-CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json")
+CONFIGS = _MODEL, _META, _MODELOPT, _GPTQ = (
+    "config.json",
+    "params.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+)
 """All that is read here."""
 
 
@@ -34,7 +39,7 @@ def config_beside(checkpoint: Checkpoint) -> Mapping[str, Any]:
     home = home_of(checkpoint)
     if home is None:
         return {}
-    return json_in(home, "config.json") or json_in(home, "params.json")
+    return json_in(home, _MODEL) or json_in(home, _META)
 
 
 def _of_gguf(metadata: Mapping[str, str]) -> dict[str, Any] | None:
@@ -119,7 +124,7 @@ def facts_beside(checkpoint: Checkpoint, scheme: str | None = None) -> Facts:
     home = home_of(checkpoint)
     if home is None:
         return Facts(metadata=checkpoint.metadata, scheme=scheme)
-    model = json_in(home, "config.json")
+    model = json_in(home, _MODEL)
     said = [*_in_config(model), *_in_other_files(home)]
     for one, other in combinations(said, 2):
         _refuse_contradiction(home, one, other)
@@ -130,7 +135,7 @@ def facts_beside(checkpoint: Checkpoint, scheme: str | None = None) -> Facts:
 def method_in(folder: Location) -> str:
     """The ``quant_method`` of a folder's ``config.json``; empty where nothing is quantised."""
     with suppress(CheckpointError, OSError):
-        said = next(_in_config(json_in(folder, "config.json")), None)
+        said = next(_in_config(json_in(folder, _MODEL)), None)
         if said is not None:
             return printable(said.with_method().get("quant_method") or "no method is named", 40)
     return ""
@@ -166,12 +171,12 @@ def _in_config(model: Mapping[str, Any]) -> Iterator[_Said]:
 
 
 def _in_other_files(home: Location) -> Iterator[_Said]:
-    found = json_in(home, "hf_quant_config.json").get("quantization")
+    found = json_in(home, _MODELOPT).get("quantization")
     if isinstance(found, dict):
-        yield _Said("hf_quant_config.json", found, "modelopt")
-    found = json_in(home, "quantize_config.json")
+        yield _Said(_MODELOPT, found, "modelopt")
+    found = json_in(home, _GPTQ)
     if found:
-        yield _Said("quantize_config.json", found, "gptq")
+        yield _Said(_GPTQ, found, "gptq")
 
 
 # The settings that say how codes are read

@@ -125,7 +125,7 @@ def _opened(folder: Location, items: Items) -> Checkpoint:
         items.open_all(dict.fromkeys(item.relative_path for item in metadata.items.values()))
         found = items.opened([*_in_order(metadata, kept)])
         root = _tree(metadata, kept, flavour.paths(metadata), found)
-        del found
+        del found  # which ends it: what it read ahead is let go of
         if len(metadata.items) <= _MANY:
             _refuse_shared_bytes(folder, metadata)
         _refuse_copies(folder, items)
